@@ -1,0 +1,72 @@
+"""Where things lie on the controller: the project's root, the state directory, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from k3deploy.errors import K3Error
+
+DEFAULT_INVENTORY = "inventory/lab"
+DEFAULT_RUNS = "runs"
+
+
+def state_dir() -> Path:
+    """The user's private directory for locks, error logs and Ansible's working files; made (0700) on first use."""
+    base = os.environ.get("K3DEPLOY_STATE")
+    if base:
+        path = Path(base)
+    else:
+        home = os.environ.get("XDG_STATE_HOME")
+        path = (Path(home) if home else Path.home() / ".local" / "state") / "k3deploy"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def find_playbook(name: str, near: Iterable[Path] = ()) -> Path:
+    """The absolute path of ``playbooks/<name>.yml``.
+
+    Looked for in the checkout that this package runs from, then above each path in ``near`` (the inventories) and above
+    the working directory: an installed wheel carries no playbooks.
+    """
+    starts = [Path(__file__).resolve().parent, *(path.resolve() for path in near), Path.cwd()]
+    for start in starts:
+        for folder in (start, *start.parents):
+            candidate = folder / "playbooks" / f"{name}.yml"
+            if candidate.is_file():
+                return candidate
+    raise K3Error(
+        f"the playbook playbooks/{name}.yml was not found near the inventory or above {Path.cwd()}",
+        remedy="run k3deploy inside a checkout of the project, or keep the inventory in one",
+    )
+
+
+def write_text(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write ``text`` so that a reader, or a crash, sees either the old file or the whole new one."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            os.fsync(stream.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    # The rename itself is durable only when the directory is.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+    """``write_text`` of ``value`` as indented JSON with sorted keys."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)

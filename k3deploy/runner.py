@@ -1,0 +1,364 @@
+"""Run one playbook: the only module that knows ansible-runner.
+
+Every run gets a private working directory (0700) of its own, removed afterwards: a reused one would hand the last run's
+extra variables to the next. Extra variables travel in a file of that directory, never on a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from k3deploy.errors import K3Error
+from k3deploy.paths import find_playbook, state_dir, write_text
+
+Event = dict[str, Any]
+Status = Literal["successful", "failed", "canceled", "timeout"]
+
+# Set in the environment of every process that a run starts on the controller, so that they can be found again: Ansible's
+# workers are session leaders, and killing ansible-playbook's process group leaves them alive.
+_MARKER = "K3DEPLOY_RUN"
+_GRACE_S = 5.0
+_SECRET_NAME = re.compile(r"pass(word|wd|phrase)?$|token|secret|private_key|api_key", re.IGNORECASE)
+# Actions that Ansible settles on the controller: they cost no exchange with a rank.
+_CONTROLLER_ACTIONS = frozenset(
+    "add_host assert debug fail group_by import_playbook import_role import_tasks include_role include_tasks include_vars meta "
+    "pause set_fact set_stats validate_argument_spec".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFailure:
+    """One task that failed on one host, a rescued failure included."""
+
+    host: str
+    task: str
+    message: str
+    phase: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.task}: {self.message}"
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How a playbook ended.
+
+    ``task_count`` counts tasks as Ansible started them; ``round_trips`` counts exchanges with a host: a task on a host, each item of
+    its loop and each retry, less what is settled on the controller. ``handler_errors`` are faults of the caller's ``on_event``.
+    """
+
+    rc: int
+    status: Status
+    failures: list[HostFailure] = field(default_factory=list)
+    unreachable: list[HostFailure] = field(default_factory=list)
+    stats: dict[str, dict[str, int]] = field(default_factory=dict)
+    task_count: int = 0
+    round_trips: int = 0
+    handler_errors: list[str] = field(default_factory=list)
+    log: Path | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "successful" and self.rc == 0
+
+
+def run_playbook(
+    name: str | Path,
+    inventories: Sequence[Path],
+    extra: Mapping[str, Any],
+    on_event: Callable[[Event], None] | None = None,
+    cancel: Callable[[], bool] | None = None,
+    artifacts_dir: Path | None = None,
+    check: bool = False,
+    diff: bool = False,
+    limit: str | None = None,
+    timeout_s: int | None = None,
+) -> RunResult:
+    """Run ``playbooks/<name>.yml`` (or the playbook at an absolute path) and wait for its end.
+
+    ``on_event`` is called with every event of ansible-runner, in order, on one thread of its own. ``cancel`` is asked about once a second;
+    when it says yes, ansible-playbook is interrupted, and killed after five seconds. What it started on a host lives on: long work
+    there belongs in systemd units. ``artifacts_dir`` receives Ansible's output, with secrets masked, as ``ansible-<name>.log``.
+    """
+    import ansible_runner
+
+    playbook = Path(name) if Path(name).is_absolute() else find_playbook(str(name), inventories)
+    for inventory in inventories:
+        if not inventory.exists():
+            raise K3Error(f"there is no inventory at {inventory}", remedy="name one with --inventory")
+    tally = _Tally(on_event)
+    marker = uuid.uuid4().hex
+    arguments = [flag for flag, wanted in (("--check", check), ("--diff", diff)) if wanted]
+    with _private_data_dir() as work, tally:
+        interrupt = _Interrupt(cancel or (lambda: False), marker)
+        runner = ansible_runner.run(
+            private_data_dir=str(work),
+            project_dir=str(playbook.parent),
+            playbook=str(playbook),
+            inventory=[str(path.resolve()) for path in inventories],
+            extravars=dict(extra),
+            envvars=_environment(playbook.parent, marker),
+            settings={"pexpect_timeout": 1, "suppress_ansible_output": True},
+            cmdline=" ".join(arguments) or None,
+            limit=limit,
+            timeout=timeout_s,
+            fact_cache_type="memory",
+            event_handler=tally.enqueue,
+            cancel_callback=interrupt,
+            quiet=True,
+        )
+        interrupted = interrupt.asked
+        if interrupted or runner.status == "timeout":
+            _kill_marked(marker)
+        output = (Path(runner.config.artifact_dir) / "stdout").read_text(encoding="utf-8", errors="replace")
+    result = tally.result
+    result.rc = int(runner.rc)
+    result.status = _status(runner.status, runner.rc, interrupted)
+    if not result.ok and result.status == "failed" and not result.failures and not result.unreachable:
+        # Ansible refused before any task: an inventory, a role or the playbook itself does not parse.
+        result.failures.append(HostFailure("controller", playbook.name, _last_lines(output)))
+    if artifacts_dir is not None:
+        result.log = artifacts_dir / f"ansible-{playbook.stem}.log"
+        write_text(result.log, _mask(output, extra))
+    return result
+
+
+def _status(reported: str, rc: int, interrupted: bool) -> Status:
+    # ansible-runner gives rc 254 for a timeout and for a cancel, and "failed" when our own interrupt ended ansible-playbook in time.
+    if interrupted and rc != 0:
+        return "canceled"
+    if reported in ("successful", "timeout", "canceled"):
+        return reported  # type: ignore[return-value]
+    return "failed"
+
+
+def _environment(playbooks: Path, marker: str) -> dict[str, str]:
+    scripts = str(Path(sys.executable).parent)
+    environment = {
+        _MARKER: marker,
+        # ansible-runner switches the check off unless told otherwise.
+        "ANSIBLE_HOST_KEY_CHECKING": "True",
+        "ANSIBLE_NOCOLOR": "1",
+        "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
+    }
+    settings = playbooks / "ansible.cfg"
+    if settings.is_file() and "ANSIBLE_CONFIG" not in os.environ:
+        environment["ANSIBLE_CONFIG"] = str(settings)
+    return environment
+
+
+@contextlib.contextmanager
+def _private_data_dir() -> Iterator[Path]:
+    parent = state_dir() / "ansible"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for stale in parent.iterdir():
+        # A controller killed with SIGKILL could not tidy up; its directory may hold extra variables.
+        pid = stale.name.partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+class _Interrupt:
+    """The cancel callback: first Ctrl-C to ansible-playbook, so that it ends its workers; the kill comes after a grace."""
+
+    def __init__(self, cancel: Callable[[], bool], marker: str) -> None:
+        self._cancel = cancel
+        self._marker = marker
+        self._since: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self._since is not None
+
+    def __call__(self) -> bool:
+        if self._since is None:
+            if not self._cancel():
+                return False
+            self._since = time.monotonic()
+            for pid in _marked(self._marker):
+                if _parent(pid) == os.getpid():
+                    _send(pid, signal.SIGINT)
+            return False
+        return time.monotonic() - self._since > _GRACE_S
+
+
+def _marked(marker: str) -> list[int]:
+    """The controller's processes that belong to a run."""
+    wanted = f"{_MARKER}={marker}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # gone, or another user's
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        # Field 4 of stat; the name in field 2 may hold blanks and brackets.
+        return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _kill_marked(marker: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [pid for pid in _marked(marker) if pid != os.getpid()]
+        if not alive:
+            return
+        for pid in alive:
+            _send(pid, number)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and any(Path("/proc", str(pid)).exists() for pid in alive):
+            time.sleep(0.05)
+
+
+class _Tally:
+    """Takes events off ansible-runner's hands at once, then counts and forwards them on a thread of its own.
+
+    A slow event handler would make ansible-runner miss its own deadlines and call the run timed out.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+        self.result = RunResult(rc=0, status="successful")
+        self._on_event = on_event
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._consume, name="k3deploy-events", daemon=True)
+
+    def __enter__(self) -> _Tally:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._events.put(None)
+        self._thread.join()
+
+    def enqueue(self, event: Event) -> bool:
+        self._events.put(event)
+        return False  # ansible-runner need not keep the event's file
+
+    def _consume(self) -> None:
+        while (event := self._events.get()) is not None:
+            self._count(event)
+            if self._on_event is None:
+                continue
+            try:
+                self._on_event(event)
+            except Exception as error:
+                # A fault in the display must not cost a measurement: the run goes on and the caller hears of it.
+                self.result.handler_errors.append(f"{type(error).__name__}: {error}")
+
+    def _count(self, event: Event) -> None:
+        kind = event.get("event", "")
+        data: dict[str, Any] = event.get("event_data") or {}
+        if kind == "playbook_on_task_start":
+            self.result.task_count += 1
+        elif kind == "playbook_on_stats":
+            self.result.stats = {
+                key: dict(data.get(key) or {})
+                for key in ("ok", "changed", "failures", "dark", "skipped", "rescued", "ignored")
+            }
+        if kind in _EXCHANGES:
+            action = str(data.get("task_action") or "").rpartition(".")[2]
+            looped = kind in ("runner_on_ok", "runner_on_failed") and "results" in (data.get("res") or {})
+            # A loop's items are counted one by one as they come; its summary is not an exchange.
+            if action not in _CONTROLLER_ACTIONS and not looped:
+                self.result.round_trips += 1
+        if kind == "runner_on_failed" and not data.get("ignore_errors"):
+            self.result.failures.append(_failure(data))
+        elif kind == "runner_on_unreachable":
+            self.result.unreachable.append(_failure(data))
+
+
+_EXCHANGES = frozenset(
+    (
+        "runner_on_ok",
+        "runner_on_failed",
+        "runner_on_unreachable",
+        "runner_item_on_ok",
+        "runner_item_on_failed",
+        "runner_retry",
+        "runner_on_async_poll",
+    )
+)
+
+
+def _failure(data: Mapping[str, Any]) -> HostFailure:
+    return HostFailure(
+        host=str(data.get("host") or "?"),
+        task=str(data.get("task") or "?"),
+        message=_message(data.get("res") or {}),
+        phase=str(data.get("play") or ""),
+    )
+
+
+def _message(result: Mapping[str, Any]) -> str:
+    """What a person needs from a task's result: the message, every failed item's, and the end of what a command printed."""
+    if "censored" in result:
+        return "failed (its output is hidden by no_log)"
+    items = [item for item in result.get("results") or [] if isinstance(item, Mapping) and item.get("failed")]
+    if items:
+        return "; ".join(_message(item) for item in items)
+    problems = result.get("problems")
+    if isinstance(problems, list) and problems:
+        return "\n".join(str(problem) for problem in problems)
+    message = result.get("msg") or result.get("reason") or ""
+    parts = [message if isinstance(message, str) else json.dumps(message)]
+    for stream in ("stderr", "module_stderr", "stdout", "module_stdout"):
+        text = str(result.get(stream) or "").strip()
+        if text:
+            parts.append(_last_lines(text))
+            break
+    return (
+        "\n".join(part.strip() for part in parts if part.strip())
+        or f"failed without a message (rc {result.get('rc', '?')})"
+    )
+
+
+def _last_lines(text: str, count: int = 12) -> str:
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-count:]) or "no output"
+
+
+def _mask(text: str, extra: Mapping[str, Any]) -> str:
+    """``text`` with the values of secret-looking variables hidden, those of the environment included."""
+    for value in sorted({*_secrets(extra), *_secrets(dict(os.environ))}, key=len, reverse=True):
+        text = text.replace(value, "********")
+    return text
+
+
+def _secrets(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif isinstance(value, str) and len(value) >= 4 and _SECRET_NAME.search(str(key)):
+            yield value
