@@ -1,0 +1,708 @@
+#!/usr/bin/env python3
+"""Measure one llama-server: exact token-id prompts in, server timings and client times out.
+
+Runs on the head itself with nothing but the standard library (Python 3.9 or newer)::
+
+    k3_bench.py --request request.json --result result.json --progress progress.json
+
+Three states of a request are kept apart and never mixed:
+
+cold    ``cache_prompt: false``, a prompt that this server has not seen; counts only with ``cache_n == 0`` and
+        ``prompt_n == n_prompt``.
+warm    the same size again, after every cold cell of the same server, with another prompt and still no prefix hit.
+cached  the first ``n_cached`` tokens are evaluated beforehand (not counted), then the whole prompt is sent with
+        ``cache_prompt: true``; counts only with ``cache_n > 0`` and ``cache_n + prompt_n == n_prompt``.
+
+A prompt is a function of (seed, cell, state, repeat) alone: two servers that are measured with the same request get
+the same tokens, one server never gets the same prompt twice. A sample that does not count is kept and says why.
+
+Times in the result are milliseconds. Exit codes: 0 every cell was measured (valid or not is in the data), 1 the server
+failed, the deadline passed or the run was told to stop (the result holds what was measured, and ``error``), 2 the
+request is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.parse
+from contextlib import contextmanager
+
+STATES = ("cold", "warm", "cached")
+PROBES = ("shifted_prefix", "graphs")
+SHIFTED_CHUNK = 512  # tokens that the shifted prompt shares with the one before
+SHIFTED_MIN_REUSE = 256  # fewer reused tokens than this is no reuse of the chunk
+GRAPHS_PREDICT = 16  # decode steps whose graphs the probe counts
+WARMUP_PREDICT = 8  # tokens to decode so that a decode graph of one size exists and was used again
+LOG_SETTLE_S = 3.0  # the server writes its timings line a moment after the last byte of the answer
+
+COUNTERS = ("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total")
+GRAPHS_REUSED = re.compile(r"graphs reused\s*=\s*(\d+)")
+
+
+class RequestError(Exception):
+    """The request document is wrong: what is wrong, and what is valid."""
+
+
+class ServerError(Exception):
+    """The server broke off, refused a request that it must serve, or answered something else than it should."""
+
+
+class Refused(Exception):
+    """The server refused this one request (4xx); it goes on serving."""
+
+
+class Deadline(Exception):
+    """The time given for the whole measurement, or for one request, has passed."""
+
+
+class Stopped(Exception):
+    """SIGTERM or SIGINT."""
+
+
+# --- the request -----------------------------------------------------------------------------------------------------
+
+
+def check_request(request):
+    """Return all that is wrong with the request document, as one RequestError, or return nothing."""
+    wrong = []
+
+    def number(where, mapping, key, minimum, required=True):
+        value = mapping.get(key)
+        if value is None and not required:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum:
+            wrong.append(f"{where}{key} must be a number of at least {minimum}, not {value!r}")
+
+    if not isinstance(request, dict):
+        raise RequestError("the request must be a JSON object")
+    url = urllib.parse.urlsplit(str(request.get("url", "")))
+    if url.scheme != "http" or not url.hostname:
+        wrong.append("url must be http://HOST:PORT, not {!r}".format(request.get("url")))
+    number("", request, "deadline_s", 1)
+    number("", request, "request_timeout_s", 1, required=False)
+    number("", request, "repeats", 1)
+    if isinstance(request.get("seed"), bool) or not isinstance(request.get("seed"), int):
+        wrong.append("seed must be an integer, not {!r}".format(request.get("seed")))
+    vocab = request.get("vocab")
+    if not isinstance(vocab, dict):
+        wrong.append("vocab must be an object with first_id, last_id and, where the model has one, bos")
+    else:
+        number("vocab.", vocab, "first_id", 0)
+        number("vocab.", vocab, "last_id", 0)
+        number("vocab.", vocab, "bos", 0, required=False)
+        if not wrong and vocab["last_id"] - vocab["first_id"] < 15:
+            wrong.append("vocab.last_id must be at least 15 above first_id, or prompts repeat themselves")
+    cells = request.get("cells")
+    if not isinstance(cells, list) or not cells:
+        wrong.append("cells must be a list with at least one cell")
+        cells = []
+    seen = set()
+    for place, cell in enumerate(cells):
+        where = f"cells[{place}]."
+        if not isinstance(cell, dict) or not isinstance(cell.get("cell"), str) or not cell["cell"]:
+            wrong.append(f"cells[{place}] must be an object with a name in cell")
+            continue
+        if cell.get("state") not in STATES:
+            wrong.append("{}state must be one of {}, not {!r}".format(where, ", ".join(STATES), cell.get("state")))
+        number(where, cell, "n_prompt", 2)
+        number(where, cell, "n_predict", 1)
+        number(where, cell, "n_cached", 1, required=False)
+        if isinstance(cell.get("n_cached"), int) and cell["n_cached"] > cell.get("n_prompt", 0):
+            wrong.append(f"{where}n_cached must not be larger than n_prompt")
+        key = (cell["cell"], cell.get("state"))
+        if key in seen:
+            wrong.append("cells[{}] repeats {} {}".format(place, cell["cell"], cell.get("state")))
+        seen.add(key)
+    warmup = request.get("warmup") or {}
+    if not isinstance(warmup, dict) or set(warmup) - {"prefill", "decode"}:
+        wrong.append("warmup may have prefill and decode only, each a list of sizes")
+    else:
+        for kind, sizes in warmup.items():
+            if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 1 for n in sizes):
+                wrong.append(f"warmup.{kind} must be a list of sizes of at least 1, not {sizes!r}")
+    for probe in request.get("probes") or []:
+        if probe not in PROBES:
+            wrong.append("probes: {!r} is unknown; valid: {}".format(probe, ", ".join(PROBES)))
+    if wrong:
+        raise RequestError("; ".join(wrong))
+
+
+def prompt_ids(seed, label, count, vocab, bos=True):
+    """Return ``count`` token ids of ``vocab`` that (seed, label) alone decide, led by the model's BOS if it has one.
+
+    The ids come from SHA-256 over a counter and not from ``random``: the stream must be the same on every Python.
+    """
+    first, span = vocab["first_id"], vocab["last_id"] - vocab["first_id"] + 1
+    ids = [vocab["bos"]] if bos and vocab.get("bos") is not None else []
+    block = 0
+    while len(ids) < count:
+        digest = hashlib.sha256((f"{seed}/{label}/{block}").encode()).digest()
+        ids.extend(first + int.from_bytes(digest[at : at + 4], "big") % span for at in range(0, 32, 4))
+        block += 1
+    return ids[:count]
+
+
+def tokens_sha256(tokens):
+    """Return the identity of a generated text: the hash of its token ids, independent of any detokenizer."""
+    return hashlib.sha256(",".join(str(token) for token in tokens).encode()).hexdigest()
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_json(path, document):
+    """Write atomically: a reader sees the old document or the new one, never half of one."""
+    scratch = f"{path}.{os.getpid()}.tmp"
+    with open(scratch, "w") as file:
+        json.dump(document, file, indent=1, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def utc_now():
+    """Return the time as ISO 8601 in UTC, to the millisecond."""
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+
+
+# --- time and signals ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The deadline of everything and the wish to stop, both raised inside ``waiting`` and nowhere else.
+
+    A frozen worker leaves llama-server answering /health and sending SSE pings while the request never ends, so no
+    socket timeout is enough: an interval timer interrupts whatever system call is waiting.
+    """
+
+    def __init__(self, deadline_s, request_timeout_s):
+        self.end = time.monotonic() + deadline_s
+        self.deadline_s = deadline_s
+        self.request_timeout_s = request_timeout_s
+        self.stop_signal = None
+        self._waiting = False
+        self._limit = ""
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+
+    def _on_alarm(self, _number, _frame):
+        if self._waiting:
+            raise Deadline(self._limit)
+
+    def _on_stop(self, number, _frame):
+        self.stop_signal = signal.Signals(number).name
+        if self._waiting:
+            raise Stopped("stopped by " + self.stop_signal)
+
+    @contextmanager
+    def waiting(self, what):
+        """Bound what happens inside by the rest of the deadline and by the timeout of one request."""
+        if self.stop_signal:
+            raise Stopped("stopped by " + self.stop_signal)
+        left = self.end - time.monotonic()
+        self._limit = f"{what}: the deadline of {self.deadline_s:g} s for the whole measurement has passed"
+        if left <= 0:
+            raise Deadline(self._limit)
+        if self.request_timeout_s and self.request_timeout_s < left:
+            left = self.request_timeout_s
+            self._limit = f"{what}: no complete answer within {left:g} s"
+        self._waiting = True
+        try:
+            # The interval repeats the alarm, should the first one fall between two system calls.
+            signal.setitimer(signal.ITIMER_REAL, left, 1.0)
+            yield
+        finally:
+            self._waiting = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """One llama-server over HTTP; every call is bounded by the clock."""
+
+    def __init__(self, url, clock):
+        parts = urllib.parse.urlsplit(url)
+        self.host, self.port = parts.hostname, parts.port or 80
+        self.clock = clock
+
+    @contextmanager
+    def _exchange(self, method, path, body, what):
+        """Send one request and yield (response, time of sending); broken connections become ServerError."""
+        connection = http.client.HTTPConnection(self.host, self.port)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            with self.clock.waiting(what):
+                connection.connect()
+                sent = time.perf_counter()
+                connection.request(method, path, body=body, headers=headers)
+                yield connection.getresponse(), sent
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{what}: {str(error) or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+    def get(self, path):
+        """Return (status, body) of a GET."""
+        with self._exchange("GET", path, None, "GET " + path) as (response, _sent):
+            return response.status, response.read().decode("utf-8", "replace")
+
+    def post(self, path, document, what):
+        """Return the JSON answer of a POST that is not streamed."""
+        with self._exchange("POST", path, json.dumps(document), what) as (response, _sent):
+            text = response.read().decode("utf-8", "replace")
+        self._check_status(response.status, text, what)
+        return self._parse(text, what)
+
+    def complete(self, ids, n_predict, cache_prompt, what):
+        """Stream one completion; return {timings, tokens, ttft_ms, wall_ms}."""
+        body = json.dumps(
+            {
+                "prompt": ids,
+                "n_predict": n_predict,
+                "cache_prompt": cache_prompt,
+                "id_slot": 0,
+                "stream": True,
+                "return_tokens": True,
+                "timings_per_token": False,
+                "temperature": 0.0,
+                "seed": 1,
+                # n_predict tokens must come: a decode that ends early measures something else
+                "ignore_eos": True,
+                "sse_ping_interval": -1,
+            }
+        )
+        tokens, first, last_event = [], None, None
+        with self._exchange("POST", "/completion", body, what) as (response, sent):
+            if response.status != 200:
+                self._check_status(response.status, response.read().decode("utf-8", "replace"), what)
+            for event in self._events(response, what):
+                if first is None and event.get("tokens"):
+                    first = time.perf_counter()
+                tokens.extend(event.get("tokens") or [])
+                if event.get("stop"):
+                    last_event = event
+            done = time.perf_counter()
+        if last_event is None or "timings" not in last_event:
+            raise ServerError(f"{what}: the stream ended without its last event")
+        return {
+            "timings": last_event["timings"],
+            "tokens": tokens,
+            "ttft_ms": None if first is None else (first - sent) * 1e3,
+            "wall_ms": (done - sent) * 1e3,
+        }
+
+    def _events(self, response, what):
+        while True:
+            line = response.readline()
+            if not line:
+                return
+            if not line.startswith(b"data:"):
+                continue  # blank separators and SSE comments
+            text = line[5:].strip().decode("utf-8", "replace")
+            if text == "[DONE]":
+                return
+            event = self._parse(text, what)
+            if "error" in event:
+                raise ServerError(f"{what}: {error_message(event)}")
+            yield event
+
+    @staticmethod
+    def _parse(text, what):
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ServerError(f"{what}: the answer is not JSON: {text[:80]!r}") from error
+        if not isinstance(document, (dict, list)):
+            raise ServerError(f"{what}: the answer is neither an object nor a list: {text[:80]!r}")
+        return document
+
+    @staticmethod
+    def _check_status(status, text, what):
+        if status == 200:
+            return
+        try:
+            message = error_message(json.loads(text))
+        except ValueError:
+            message = text[:200]
+        if 400 <= status < 500:
+            raise Refused(f"the server refused it ({status}): {message}")
+        raise ServerError(f"{what}: HTTP {status}: {message}")
+
+
+def error_message(document):
+    """Return the message of llama-server's error object, or the object itself if it has another shape."""
+    error = document.get("error", document) if isinstance(document, dict) else document
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+class Activity:
+    """Sees requests of others: between two looks, nothing but our own request may have happened.
+
+    With ``--metrics`` the server's token counters must grow by exactly what our request cost. Without it, each slot's
+    task id may change only where our request ran, and the slot must hold the numbers of our request.
+    """
+
+    def __init__(self, server):
+        self.server = server
+        self.source = "none"
+        for source, path in (("metrics", "/metrics"), ("slots", "/slots")):
+            if server.get(path)[0] == 200:
+                self.source = source
+                break
+        self.before = self._look()
+
+    def _look(self):
+        if self.source == "metrics":
+            text = self.server.get("/metrics")[1]
+            found = dict(re.findall(r"^(llamacpp:\w+) ([0-9.eE+]+)$", text, re.MULTILINE))
+            busy = float(found.get("llamacpp:requests_processing", 0)) + float(
+                found.get("llamacpp:requests_deferred", 0)
+            )
+            return {"busy": busy > 0, "counters": tuple(int(float(found.get(name, 0))) for name in COUNTERS)}
+        if self.source == "slots":
+            slots = json.loads(self.server.get("/slots")[1])
+            return {
+                "busy": any(slot.get("is_processing") for slot in slots),
+                "tasks": {slot["id"]: slot.get("id_task") for slot in slots},
+                "ours": [
+                    (slot.get("n_prompt_tokens_processed"), slot["next_token"][0].get("n_decoded"))
+                    for slot in slots
+                    if slot["id"] == 0 and slot.get("next_token")
+                ],
+            }
+        return {"busy": False}
+
+    def settle(self):
+        """Take the present state as known, after requests that are not samples (warm-up, priming, probes)."""
+        self.before = self._look()
+
+    def foreign(self, timings):
+        """Return what shows that another request ran since the last look, or "" if nothing does."""
+        before, now = self.before, self._look()
+        self.before = now
+        if now["busy"]:
+            return "another request is being served"
+        cost = (int(timings.get("prompt_n", 0)), int(timings.get("predicted_n", 0)))
+        if self.source == "metrics":
+            grown = (now["counters"][0] - before["counters"][0], now["counters"][1] - before["counters"][1])
+            if grown != cost:
+                return (
+                    f"another request ran: the server counted {grown[0]} prompt and {grown[1]} generated tokens, "
+                    f"ours were {cost[0]} and {cost[1]}"
+                )
+        if self.source == "slots":
+            moved = [slot for slot, task in now["tasks"].items() if task != before["tasks"].get(slot)]
+            if moved != [0] or now["ours"] != [cost]:
+                held = now["ours"]
+                return f"another request ran: slots {moved} changed and slot 0 holds {held}, ours was {cost}"
+        return ""
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One measurement of one server: warm-up, cells by state, probes; the document grows as it goes."""
+
+    def __init__(self, request, server, progress_path):
+        self.request = request
+        self.server = server
+        self.progress_path = progress_path
+        self.seed, self.vocab = request["seed"], request["vocab"]
+        self.repeats = int(request["repeats"])
+        self.started = utc_now()
+        self.order = 0
+        self.done = 0
+        self.phase = "starting"
+        warmup = request.get("warmup") or {}
+        self.steps = [(kind, size) for kind in ("prefill", "decode") for size in warmup.get(kind, [])]
+        self.total = len(self.steps) + self.repeats * len(request["cells"]) + len(request.get("probes") or [])
+        self.document = {
+            "cells": [dict(cell, samples=[]) for cell in request["cells"]],
+            "probes": {},
+            "props": {},
+            "warmup": [],
+            "request": {key: request.get(key) for key in ("seed", "salt", "vocab", "repeats")},
+            "foreign_check": "none",
+            "harness_sha256": own_sha256(),
+            "python": sys.version.split()[0],
+            "started": self.started,
+            "ended": None,
+            "error": None,
+        }
+
+    def progress(self, phase):
+        """Tell what is being measured now."""
+        self.phase = phase
+        write_json(
+            self.progress_path,
+            {"done": self.done, "total": self.total, "cell": phase, "started": self.started, "time": utc_now()},
+        )
+
+    def step_done(self):
+        self.done += 1
+        self.progress(self.phase)
+
+    def run(self):
+        """Measure everything; raises ServerError, Deadline or Stopped with the document as far as it came."""
+        self.progress("starting")
+        self.document["props"] = self._props()
+        self.activity = Activity(self.server)
+        self.document["foreign_check"] = self.activity.source
+        for kind, size in self.steps:
+            self._warm_up(kind, size)
+        for state in STATES:
+            for repeat in range(self.repeats):
+                for cell in self.document["cells"]:
+                    if cell["state"] == state:
+                        self._sample(cell, repeat)
+        for probe in self.request.get("probes") or []:
+            self.progress("probe " + probe)
+            try:
+                outcome = {"shifted_prefix": self._probe_shifted_prefix, "graphs": self._probe_graphs}[probe]()
+            except Refused as refusal:
+                outcome = {"error": str(refusal)}
+            self.document["probes"][probe] = outcome
+            self.step_done()
+
+    def _props(self):
+        status, text = self.server.get("/props")
+        if status != 200:
+            raise ServerError(f"GET /props: HTTP {status}: {text:.200}")
+        props = Server._parse(text, "GET /props")
+        kept = (
+            "build_info",
+            "model_path",
+            "model_alias",
+            "model_ftype",
+            "total_slots",
+            "endpoint_metrics",
+            "endpoint_slots",
+        )
+        found = {key: props[key] for key in kept if key in props}
+        found["n_ctx"] = (props.get("default_generation_settings") or {}).get("n_ctx")
+        return found
+
+    def _warm_up(self, kind, size):
+        """Run one size once so that its graphs exist; nothing of it is counted."""
+        self.progress(f"warm-up {kind} {size}")
+        entry = {"kind": kind, "size": size, "wall_ms": None, "skipped": ""}
+        begin = time.perf_counter()
+        label = f"warmup/{kind}/{size}"
+        try:
+            if kind == "prefill":
+                ids = prompt_ids(self.seed, label, size, self.vocab)
+                self.server.complete(ids, 1, False, self.phase)
+            else:
+                # a decode size is a number of sequences: n_cmpl asks for that many continuations in one request
+                ids = prompt_ids(self.seed, label, 16, self.vocab)
+                body = {
+                    "prompt": ids,
+                    "n_predict": WARMUP_PREDICT,
+                    "cache_prompt": False,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                }
+                self.server.post("/completion", dict(body, n_cmpl=size) if size > 1 else body, self.phase)
+            entry["wall_ms"] = round((time.perf_counter() - begin) * 1e3, 3)
+        except Refused as refusal:
+            entry["skipped"] = str(refusal)
+        self.document["warmup"].append(entry)
+        self.activity.settle()
+        self.step_done()
+
+    def _sample(self, cell, repeat):
+        """Measure one cell once and append the sample, whatever came of it."""
+        name, state = cell["cell"], cell["state"]
+        what = f"{name} {state}"
+        self.progress(what)
+        self.order += 1
+        sample = {
+            "repeat": repeat,
+            "order": self.order,
+            "at": utc_now(),
+            "prompt_n": None,
+            "cache_n": None,
+            "prompt_ms": None,
+            "predicted_n": None,
+            "predicted_ms": None,
+            "ttft_ms": None,
+            "wall_ms": None,
+            "tokens_sha256": None,
+            "valid": False,
+            "why": "not measured",
+        }
+        cell["samples"].append(sample)
+        ids = prompt_ids(self.seed, f"{name}/{state}/{repeat}", cell["n_prompt"], self.vocab)
+        cached = state == "cached"
+        try:
+            if cached:
+                self.server.complete(ids[: self._n_cached(cell)], 0, False, what + " (prefix)")
+                self.activity.settle()
+            answer = self.server.complete(ids, cell["n_predict"], cached, what)
+        except Refused as refusal:
+            sample["why"] = str(refusal)
+            self.step_done()
+            return
+        except (ServerError, Deadline, Stopped) as error:
+            sample["why"] = str(error)
+            raise
+        timings = answer["timings"]
+        for key in ("prompt_n", "cache_n", "prompt_ms", "predicted_n", "predicted_ms"):
+            sample[key] = timings.get(key)
+        for key in ("ttft_ms", "wall_ms"):
+            sample[key] = None if answer[key] is None else round(answer[key], 3)
+        sample["tokens_sha256"] = tokens_sha256(answer["tokens"])
+        wrong = sample_faults(cell, sample, len(answer["tokens"]))
+        foreign = self.activity.foreign(timings)
+        if foreign:
+            wrong.append(foreign)
+        sample["valid"], sample["why"] = not wrong, "; ".join(wrong)
+        self.step_done()
+
+    @staticmethod
+    def _n_cached(cell):
+        """Return how many leading tokens are evaluated beforehand: all but an eighth unless the cell says otherwise.
+
+        A prompt that continues what the slot already holds needs no context checkpoint, so the cell works on
+        recurrent models with and without them.
+        """
+        return int(cell.get("n_cached") or cell["n_prompt"] - max(1, cell["n_prompt"] // 8))
+
+    def _probe_shifted_prefix(self):
+        """Does the server reuse a chunk that it holds at another position (--cache-reuse)? Ask it."""
+        chunk = prompt_ids(self.seed, "probe/chunk", SHIFTED_CHUNK, self.vocab, bos=False)
+        before = prompt_ids(self.seed, "probe/before", 96, self.vocab, bos=False)
+        after = prompt_ids(self.seed, "probe/after", 32, self.vocab, bos=False)
+        if before[0] == after[0]:
+            # no common first token: what is reused can then only be the shifted chunk
+            after[0] = self.vocab["first_id"] + (after[0] + 1 - self.vocab["first_id"]) % (
+                self.vocab["last_id"] - self.vocab["first_id"] + 1
+            )
+        tail = prompt_ids(self.seed, "probe/tail", 16, self.vocab, bos=False)
+        self.server.complete(before + chunk, 1, True, self.phase)
+        answer = self.server.complete(after + chunk + tail, 1, True, self.phase)
+        self.activity.settle()
+        timings = answer["timings"]
+        cache_n = int(timings.get("cache_n", 0))
+        return {
+            "chunk": SHIFTED_CHUNK,
+            "shift": len(after) - len(before),
+            "cache_n": cache_n,
+            "prompt_n": timings.get("prompt_n"),
+            "effective": cache_n >= SHIFTED_MIN_REUSE,
+        }
+
+    def _probe_graphs(self):
+        """Count graphs that the head reused for one prefill of each warm-up size and for a short decode."""
+        log = self.request.get("head_log")
+        if not log:
+            return {"error": "the request names no head_log to count in"}
+        rows = []
+        sizes = [size for kind, size in self.steps if kind == "prefill"] or [256]
+        plan = [("prefill", size, 1) for size in sizes] + [("decode", 16, GRAPHS_PREDICT)]
+        try:
+            count = last_graphs_reused(log)
+            for kind, n_prompt, n_predict in plan:
+                ids = prompt_ids(self.seed, f"probe/graphs/{kind}/{n_prompt}", n_prompt, self.vocab)
+                lines = count[1]
+                self.server.complete(ids, n_predict, False, self.phase)
+                after = self._await_log(log, lines)
+                rows.append({"kind": kind, "n_prompt": n_prompt, "n_predict": n_predict, "reused": after[0] - count[0]})
+                count = after
+        except OSError as error:
+            return {"error": f"{log}: {error.strerror or error}"}
+        self.activity.settle()
+        return {"requests": rows}
+
+    def _await_log(self, log, lines):
+        """Return the log's count once a new timings line is there; the last one if none comes."""
+        end = time.monotonic() + LOG_SETTLE_S
+        while True:
+            found = last_graphs_reused(log)
+            if found[1] > lines or time.monotonic() > end:
+                return found
+            time.sleep(0.05)
+
+
+def last_graphs_reused(path):
+    """Return (the last "graphs reused" count of a head log, how many such lines it has)."""
+    with open(path, errors="replace") as file:
+        found = GRAPHS_REUSED.findall(file.read())
+    return (int(found[-1]) if found else 0, len(found))
+
+
+def sample_faults(cell, sample, n_tokens):
+    """Return what keeps this sample from counting in its cell."""
+    n_prompt, prompt_n, cache_n = cell["n_prompt"], sample["prompt_n"], sample["cache_n"]
+    wrong = []
+    if prompt_n is None or cache_n is None:
+        return ["the server's timings lack prompt_n or cache_n"]
+    if cell["state"] == "cached":
+        if cache_n <= 0:
+            wrong.append("no prefix hit: cache_n is 0")
+        if cache_n + prompt_n != n_prompt:
+            wrong.append(f"cache_n {cache_n} + prompt_n {prompt_n} is not {n_prompt}")
+    else:
+        if cache_n != 0:
+            wrong.append(f"prefix hit: cache_n is {cache_n}, not 0")
+        if prompt_n != n_prompt:
+            wrong.append(f"prompt_n is {prompt_n}, not {n_prompt}")
+    if sample["predicted_n"] != cell["n_predict"] or n_tokens != cell["n_predict"]:
+        asked, done = cell["n_predict"], sample["predicted_n"]
+        wrong.append(f"{done} tokens generated ({n_tokens} received), not {asked}")
+    if sample["ttft_ms"] is None:
+        wrong.append("no token came through the stream")
+    return wrong
+
+
+def own_sha256():
+    """Return the hash of this file: both arms must be measured by the same harness."""
+    with open(os.path.abspath(__file__), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Measure one llama-server with exact token-id prompts.")
+    parser.add_argument(
+        "--request", required=True, help="JSON: url, deadline_s, seed, vocab, warmup, repeats, cells, probes"
+    )
+    parser.add_argument("--result", required=True, help="where the result goes (JSON, written atomically)")
+    parser.add_argument(
+        "--progress", required=True, help="where progress goes after each request (JSON, written atomically)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        with open(options.request) as file:
+            request = json.load(file)
+        check_request(request)
+    except (OSError, ValueError, RequestError) as error:
+        print(f"{options.request}: {error}", file=sys.stderr)
+        return 2
+    clock = Clock(request["deadline_s"], request.get("request_timeout_s"))
+    bench = Bench(request, Server(request["url"], clock), options.progress)
+    try:
+        bench.run()
+    except (ServerError, Refused, Deadline, Stopped) as error:
+        bench.document["error"] = str(error)
+        print(error, file=sys.stderr)
+    bench.document["ended"] = utc_now()
+    write_json(options.result, bench.document)
+    return 1 if bench.document["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
