@@ -1,4 +1,4 @@
-"""Where things lie on the controller: the project's root, the state directory, and files that are written whole or not at all."""
+"""Where things lie on the controller: playbooks, the state directory, and files written whole or not at all."""
 
 from __future__ import annotations
 

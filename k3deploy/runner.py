@@ -29,15 +29,18 @@ from k3deploy.paths import find_playbook, state_dir, write_text
 Event = dict[str, Any]
 Status = Literal["successful", "failed", "canceled", "timeout"]
 
-# Set in the environment of every process that a run starts on the controller, so that they can be found again: Ansible's
-# workers are session leaders, and killing ansible-playbook's process group leaves them alive.
+# Set in the environment of every process that a run starts on the controller, so that they can be found again:
+# Ansible's workers are session leaders, and killing ansible-playbook's process group leaves them alive.
 _MARKER = "K3DEPLOY_RUN"
 _GRACE_S = 5.0
 _SECRET_NAME = re.compile(r"pass(word|wd|phrase)?$|token|secret|private_key|api_key", re.IGNORECASE)
 # Actions that Ansible settles on the controller: they cost no exchange with a rank.
 _CONTROLLER_ACTIONS = frozenset(
-    "add_host assert debug fail group_by import_playbook import_role import_tasks include_role include_tasks include_vars meta "
-    "pause set_fact set_stats validate_argument_spec".split()
+    (
+        *("add_host", "assert", "debug", "fail", "group_by", "meta", "pause", "set_fact", "set_stats"),
+        *("import_playbook", "import_role", "import_tasks", "include_role", "include_tasks", "include_vars"),
+        "validate_argument_spec",
+    )
 )
 
 
@@ -58,8 +61,9 @@ class HostFailure:
 class RunResult:
     """How a playbook ended.
 
-    ``task_count`` counts tasks as Ansible started them; ``round_trips`` counts exchanges with a host: a task on a host, each item of
-    its loop and each retry, less what is settled on the controller. ``handler_errors`` are faults of the caller's ``on_event``.
+    ``task_count`` counts tasks as Ansible started them. ``round_trips`` counts exchanges with a host: a task on a host,
+    each item of its loop and each retry, less what is settled on the controller. ``handler_errors`` are faults of the
+    caller's ``on_event``.
     """
 
     rc: int
@@ -91,9 +95,10 @@ def run_playbook(
 ) -> RunResult:
     """Run ``playbooks/<name>.yml`` (or the playbook at an absolute path) and wait for its end.
 
-    ``on_event`` is called with every event of ansible-runner, in order, on one thread of its own. ``cancel`` is asked about once a second;
-    when it says yes, ansible-playbook is interrupted, and killed after five seconds. What it started on a host lives on: long work
-    there belongs in systemd units. ``artifacts_dir`` receives Ansible's output, with secrets masked, as ``ansible-<name>.log``.
+    ``on_event`` is called with every event of ansible-runner, in order, on one thread of its own. ``cancel`` is asked
+    about once a second; when it says yes, ansible-playbook is interrupted, and killed after five seconds. What it
+    started on a host lives on: long work there belongs in systemd units. ``artifacts_dir`` receives Ansible's output,
+    with secrets masked, as ``ansible-<name>.log``.
     """
     import ansible_runner
 
@@ -139,7 +144,7 @@ def run_playbook(
 
 
 def _status(reported: str, rc: int, interrupted: bool) -> Status:
-    # ansible-runner gives rc 254 for a timeout and for a cancel, and "failed" when our own interrupt ended ansible-playbook in time.
+    # ansible-runner gives rc 254 for a timeout and for a cancel, and says "failed" when our own interrupt sufficed.
     if interrupted and rc != 0:
         return "canceled"
     if reported in ("successful", "timeout", "canceled"):
@@ -179,7 +184,7 @@ def _private_data_dir() -> Iterator[Path]:
 
 
 class _Interrupt:
-    """The cancel callback: first Ctrl-C to ansible-playbook, so that it ends its workers; the kill comes after a grace."""
+    """The cancel callback: SIGINT first, so that ansible-playbook ends its workers; SIGKILL after a grace."""
 
     def __init__(self, cancel: Callable[[], bool], marker: str) -> None:
         self._cancel = cancel
@@ -322,7 +327,7 @@ def _failure(data: Mapping[str, Any]) -> HostFailure:
 
 
 def _message(result: Mapping[str, Any]) -> str:
-    """What a person needs from a task's result: the message, every failed item's, and the end of what a command printed."""
+    """What a person needs of a result: its message, every failed item's, the end of what a command printed."""
     if "censored" in result:
         return "failed (its output is hidden by no_log)"
     items = [item for item in result.get("results") or [] if isinstance(item, Mapping) and item.get("failed")]

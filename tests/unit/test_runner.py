@@ -128,9 +128,7 @@ def test_ignored_failures_are_not_failures(play: Play) -> None:
 
 def test_unreachable_is_told_apart_from_failed(play: Play, tmp_path: Path) -> None:
     inventory = tmp_path / "far.yml"
-    inventory.write_text(
-        "all:\n  hosts:\n    far: {ansible_host: 127.0.0.1, ansible_port: 1, ansible_ssh_common_args: '-o ConnectTimeout=2'}\n"
-    )
+    inventory.write_text("all:\n  hosts:\n    far: {ansible_host: 127.0.0.1, ansible_port: 1}\n")
     result = play('- name: Reach\n  ansible.builtin.command: "true"\n', inventory=inventory)
     assert result.status == "failed" and result.rc == 4
     assert [failure.host for failure in result.unreachable] == ["far"]
