@@ -33,6 +33,14 @@ Status = Literal["successful", "failed", "canceled", "timeout"]
 # Ansible's workers are session leaders, and killing ansible-playbook's process group leaves them alive.
 _MARKER = "K3DEPLOY_RUN"
 _GRACE_S = 5.0
+_LAUNCHER = """\
+#!{python} -IS
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != {parent}:
+    sys.exit(1)  # the parent was gone before the request
+os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+"""
 _SECRET_NAME = re.compile(r"pass(word|wd|phrase)?$|token|secret|private_key|api_key", re.IGNORECASE)
 # Actions that Ansible settles on the controller: they cost no exchange with a rank.
 _CONTROLLER_ACTIONS = frozenset(
@@ -117,7 +125,7 @@ def run_playbook(
             playbook=str(playbook),
             inventory=[str(path.resolve()) for path in inventories],
             extravars=dict(extra),
-            envvars=_environment(playbook.parent, marker),
+            envvars=_environment(playbook.parent, marker, _launcher(work)),
             settings={"pexpect_timeout": 1, "suppress_ansible_output": True},
             cmdline=" ".join(arguments) or None,
             limit=limit,
@@ -152,19 +160,39 @@ def _status(reported: str, rc: int, interrupted: bool) -> Status:
     return "failed"
 
 
-def _environment(playbooks: Path, marker: str) -> dict[str, str]:
-    scripts = str(Path(sys.executable).parent)
+def _environment(playbooks: Path, marker: str, launcher: Path) -> dict[str, str]:
     environment = {
         _MARKER: marker,
         # ansible-runner switches the check off unless told otherwise.
         "ANSIBLE_HOST_KEY_CHECKING": "True",
         "ANSIBLE_NOCOLOR": "1",
-        "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(launcher), _search_path()]),
     }
     settings = playbooks / "ansible.cfg"
     if settings.is_file() and "ANSIBLE_CONFIG" not in os.environ:
         environment["ANSIBLE_CONFIG"] = str(settings)
     return environment
+
+
+def _search_path() -> str:
+    # The console scripts beside the interpreter first: k3deploy may have been called from outside its environment.
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _launcher(work: Path) -> Path:
+    """A directory with an ``ansible-playbook`` that ends with this process, even when this process is killed.
+
+    ansible-runner starts it deaf to the hangup of its terminal: left alone it would go on with the next task on the
+    ranks, against whoever brings production back meanwhile.
+    """
+    real = shutil.which("ansible-playbook", path=_search_path())
+    if real is None:
+        raise K3Error("ansible-playbook was not found", remedy="install ansible-core beside k3deploy")
+    script = work / "bin" / "ansible-playbook"
+    script.parent.mkdir(mode=0o700)
+    script.write_text(_LAUNCHER.format(python=sys.executable, parent=os.getpid(), real=real))
+    script.chmod(0o700)
+    return script.parent
 
 
 @contextlib.contextmanager

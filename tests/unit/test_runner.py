@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +307,29 @@ def _command_lines() -> list[str]:
             except OSError:
                 continue
     return lines
+
+
+def test_killing_the_controller_ends_its_ansible_at_once(play: Play, tmp_path: Path) -> None:
+    """An orphan that went on would start the next block while someone else brings production back."""
+    playbook, following = play.folder / "long.yml", tmp_path / "following"
+    playbook.write_text(
+        "- hosts: rank0\n  gather_facts: false\n  tasks:\n"
+        "    - {name: Long, ansible.builtin.command: sleep 49.11}\n"
+        f"    - {{name: Following, ansible.builtin.file: {{path: {following}, state: touch, mode: '0600'}}}}\n"
+    )
+    code = (
+        "from pathlib import Path; from k3deploy.runner import run_playbook; "
+        f"run_playbook({str(playbook)!r}, [Path({str(play.inventory)!r})], {{}})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as controller:
+        _wait(lambda: any("sleep\0" + "49.11" in line for line in _command_lines()))
+        controller.kill()
+    _wait(lambda: not any("long.yml" in line or "sleep\0" + "49.11" in line for line in _command_lines()))
+    assert not following.exists()
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
