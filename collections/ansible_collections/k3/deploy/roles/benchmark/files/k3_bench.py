@@ -296,7 +296,7 @@ class Server:
                     last_event = event
             done = time.perf_counter()
         if last_event is None or "timings" not in last_event:
-            raise ServerError(f"{what}: the stream ended without its last event")
+            raise ServerError(f"{what}: the stream broke off: the server, or a worker behind it, died")
         return {
             "timings": last_event["timings"],
             "tokens": tokens,
@@ -351,8 +351,9 @@ def error_message(document):
 class Activity:
     """Sees requests of others: between two looks, nothing but our own request may have happened.
 
-    With ``--metrics`` the server's token counters must grow by exactly what our request cost. Without it, each slot's
-    task id may change only where our request ran, and the slot must hold the numbers of our request.
+    With ``--metrics`` the server's token counters must grow by exactly what our request cost. Without it, no slot may
+    be busy, no other slot may have served anything, and slot 0 must hold our tokens; that misses a request that came
+    and went on slot 0 between two of ours, which leaves no mark on our times.
     """
 
     def __init__(self, server):
@@ -376,12 +377,8 @@ class Activity:
             slots = json.loads(self.server.get("/slots")[1])
             return {
                 "busy": any(slot.get("is_processing") for slot in slots),
-                "tasks": {slot["id"]: slot.get("id_task") for slot in slots},
-                "ours": [
-                    (slot.get("n_prompt_tokens_processed"), slot["next_token"][0].get("n_decoded"))
-                    for slot in slots
-                    if slot["id"] == 0 and slot.get("next_token")
-                ],
+                "tasks": {slot["id"]: slot.get("id_task") for slot in slots if slot["id"] != 0},
+                "held": [slot.get("n_prompt_tokens") for slot in slots if slot["id"] == 0],
             }
         return {"busy": False}
 
@@ -405,9 +402,12 @@ class Activity:
                 )
         if self.source == "slots":
             moved = [slot for slot, task in now["tasks"].items() if task != before["tasks"].get(slot)]
-            if moved != [0] or now["ours"] != [cost]:
-                held = now["ours"]
-                return f"another request ran: slots {moved} changed and slot 0 holds {held}, ours was {cost}"
+            if moved:
+                return f"another request ran on slots {moved}"
+            # the last generated token is never evaluated, so the slot does not hold it
+            ours = int(timings.get("cache_n", 0)) + cost[0] + cost[1] - 1
+            if now["held"] != [ours]:
+                return f"another request ran: slot 0 holds {now['held']} tokens, ours were {ours}"
         return ""
 
 
