@@ -1,0 +1,278 @@
+"""Run directories and the controller's lock.
+
+A run directory is ``<runs>/<UTC time>-<candidate>-<6 hex>`` (0700). The hexadecimal part is the start of the run's
+*digest*, a hash of all that could change the numbers: the plan and the identity of the tool that measures. A run is
+resumed only with the same digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from k3deploy.errors import ExitCode, K3Error, LockedError
+from k3deploy.paths import state_dir, write_json, write_text
+
+_RUN_ID = re.compile(r"^\d{8}T\d{6}-.+-[0-9a-f]{6}$")
+LATEST = "latest"
+
+
+class RunNotFound(K3Error):
+    """No run of that name, or none at all."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
+class ResumeError(K3Error):
+    """A run cannot be continued: something that could change the numbers has changed."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run directory. ``tool`` is what the digest covers besides the plan."""
+
+    path: Path
+    candidate: str
+    created: str
+    digest: str
+    cluster: str
+    inventory: str
+    tool: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def layer(self) -> Path:
+        """The run's inventory layer (a directory)."""
+        return self.path / "inventory"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.ndjson"
+
+    @property
+    def blocks(self) -> list[Path]:
+        """Records of the blocks that are measured, in order."""
+        return sorted((self.path / "blocks").glob("[0-9]*.json"))
+
+    def plan(self) -> dict[str, Any]:
+        return _read(self.path / "plan.json")
+
+    def verdict(self) -> dict[str, Any] | None:
+        path = self.path / "verdict.json"
+        return _read(path) if path.exists() else None
+
+    def summary(self) -> dict[str, Any]:
+        """What a listing says of the run."""
+        verdict = self.verdict() or {}
+        return {
+            "id": self.id,
+            "candidate": self.candidate,
+            "cluster": self.cluster,
+            "created": self.created,
+            "blocks": len(self.blocks),
+            "verdict": verdict.get("outcome") or verdict.get("verdict"),
+            "path": str(self.path),
+        }
+
+
+def digest(plan: Mapping[str, Any], tool: Mapping[str, Any]) -> str:
+    """The hash of all that could change the numbers."""
+    canonical = json.dumps({"plan": plan, "tool": tool}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+class Store:
+    """The run directories below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def create(
+        self,
+        candidate: str,
+        plan: Mapping[str, Any],
+        layer: Mapping[str, Any],
+        *,
+        cluster: str,
+        inventory: Path,
+        tool: Mapping[str, Any],
+        reason: str = "",
+    ) -> Run:
+        """Make a run directory with ``plan.json``, ``run.json`` and the inventory layer, and point ``latest`` at it."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        identity = digest(plan, tool)
+        now = datetime.now(UTC)
+        path = self.root / f"{now:%Y%m%dT%H%M%S}-{_slug(candidate)}-{identity[:6]}"
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            raise K3Error(f"the run {path.name} exists already", remedy="try again in a second") from None
+        run = Run(
+            path, candidate, now.isoformat(timespec="seconds"), identity, cluster, str(inventory.absolute()), tool
+        )
+        for folder in ("inventory", "blocks", "logs", "ranks"):
+            (path / folder).mkdir(mode=0o700)
+        write_json(path / "plan.json", plan)
+        self.write_layer(run, layer)
+        about = {
+            "id": run.id,
+            "candidate": candidate,
+            "created": run.created,
+            "digest": identity,
+            "cluster": cluster,
+            "inventory": run.inventory,
+            "tool": dict(tool),
+            "user": getpass.getuser(),
+            "reason": reason,
+        }
+        # Last: a directory without run.json is not a run.
+        write_json(path / "run.json", about)
+        self._point_latest(run)
+        return run
+
+    def write_layer(self, run: Run, layer: Mapping[str, Any]) -> None:
+        """Write ``inventory/run.yml``: the plan's layer plus the run's own name and place."""
+        import yaml
+
+        hosts = dict(layer.get("all", {}))
+        hosts["vars"] = {**hosts.get("vars", {}), "k3_run_id": run.id, "k3_run_dir": str(run.path)}
+        text = yaml.safe_dump({**layer, "all": hosts}, sort_keys=False, default_flow_style=False, width=120)
+        write_text(run.layer / "run.yml", text)
+
+    def runs(self) -> list[Run]:
+        """All runs, newest first."""
+        if not self.root.is_dir():
+            return []
+        names = sorted((path.name for path in self.root.iterdir() if _RUN_ID.match(path.name)), reverse=True)
+        return [self._open(self.root / name) for name in names if (self.root / name / "run.json").is_file()]
+
+    def load(self, reference: str = LATEST) -> Run:
+        """The run with this id, an unambiguous part of its id, a path to its directory, or ``latest``."""
+        for path in (self.root / reference, Path(reference)):
+            if (path / "run.json").is_file():
+                return self._open(path.resolve())
+        matches = [run for run in self.runs() if reference in run.id]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            known = ", ".join(run.id for run in matches[:8])
+            raise RunNotFound(f"{reference!r} is not one run of {self.root}", remedy=f"it could be: {known}")
+        if reference == LATEST:
+            raise RunNotFound(f"there is no run in {self.root} yet", remedy="k3deploy apply makes one")
+        known = ", ".join(run.id for run in self.runs()[:8]) or "none"
+        raise RunNotFound(f"no run {reference!r} in {self.root}", remedy=f"the newest are: {known}")
+
+    def resume(self, run: Run, plan: Mapping[str, Any], layer: Mapping[str, Any], tool: Mapping[str, Any]) -> None:
+        """Make ``run`` ready to be continued with ``plan``; raises ``ResumeError`` naming every key that differs."""
+        if digest(plan, tool) != run.digest:
+            before = {"plan": run.plan(), "tool": run.tool}
+            keys = list(_differences(before, json.loads(json.dumps({"plan": plan, "tool": tool})), ""))
+            shown = "\n".join(f"  {line}" for line in keys[:20])
+            more = f"\n  and {len(keys) - 20} more" if len(keys) > 20 else ""
+            raise ResumeError(
+                f"{run.id} was measured under another plan; these differ:\n{shown}{more}",
+                remedy="start a new run (leave --resume out), or bring the old settings back",
+            )
+        self.write_layer(run, layer)
+        self._point_latest(run)
+
+    def _open(self, path: Path) -> Run:
+        about = _read(path / "run.json")
+        keys = ("candidate", "created", "digest", "cluster", "inventory", "tool")
+        if missing := [key for key in keys if key not in about]:
+            raise RunNotFound(f"{path / 'run.json'} is incomplete: it has no {', '.join(missing)}")
+        return Run(path, **{key: about[key] for key in keys})
+
+    def _point_latest(self, run: Run) -> None:
+        link = self.root / f".{LATEST}.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(run.id)
+        link.replace(self.root / LATEST)
+
+
+@contextlib.contextmanager
+def lock(cluster: str, purpose: str) -> Iterator[None]:
+    """Hold the controller's lock on a cluster; raises ``LockedError`` saying who holds it.
+
+    The lock goes with the process, however that ends.
+    """
+    folder = state_dir() / "locks"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{_slug(cluster)}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(
+                f"cluster {cluster} is in use by {_holder(path)}",
+                remedy="wait for it, or stop it with Ctrl-C where it runs: it brings production back first",
+            ) from None
+        holder = {
+            "pid": os.getpid(),
+            "user": getpass.getuser(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "purpose": purpose,
+        }
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        # Closing gives the lock up. The file stays: removing it would let two processes lock two files of one name.
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"{holder['purpose']} (pid {holder['pid']}, user {holder['user']}, since {holder['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another k3deploy, which has only just started"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+_-]", "-", text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunNotFound(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise RunNotFound(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RunNotFound(f"{path} does not hold a JSON object")
+    return value
+
+
+def _differences(before: Any, after: Any, place: str) -> Iterator[str]:
+    """``plan.arms[1].settings.ubatch_size: 2048 -> 3072`` for every leaf that differs."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from _differences(before.get(key), after.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from _differences(one, other, f"{place}[{index}]")
+    elif before != after:
+        yield f"{place}: {_short(before)} -> {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
