@@ -1,1 +1,1 @@
-
+"""The embedded lab: four ranks as containers on this machine."""

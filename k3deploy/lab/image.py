@@ -1,0 +1,220 @@
+"""The image of a rank: Debian 12 with systemd and ssh, and the toolchain that the builder rank needs.
+
+Built FROM debian:12 where a registry answers, and with mmdebstrap where none does. The recipe's hash is the
+image's tag, so a changed recipe is a new image and an unchanged one is never made twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from k3deploy.errors import K3Error
+from k3deploy.lab.config import LabConfig
+from k3deploy.lab.engine import Engine
+from k3deploy.lab.process import run
+
+RELEASE = "bookworm"
+BASE_IMAGE = "docker.io/library/debian:12"
+RANK_PACKAGES = (
+    "systemd",
+    "systemd-sysv",
+    "dbus",
+    "python3",
+    "python3-apt",
+    "openssh-server",
+    "iproute2",
+    "sudo",
+    "procps",
+    "ca-certificates",
+    "libgomp1",
+    "libibverbs1",
+    "libssl3",
+)
+BUILDER_PACKAGES = ("build-essential", "cmake", "ninja-build", "ccache", "libibverbs-dev", "patch", "git")
+_EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
+
+# Runs inside the new root. Host keys belong to a rank, not to the image: each container makes its own before ssh starts.
+_SETUP = """\
+#!/bin/sh
+set -eu
+: > /etc/machine-id
+rm -f /etc/ssh/ssh_host_* /var/lib/dbus/machine-id
+cat > /etc/systemd/system/lab-host-keys.service <<'UNIT'
+[Unit]
+Description=Make this rank's ssh host keys
+ConditionPathExists=!/etc/ssh/ssh_host_ed25519_key
+Before=ssh.service
+[Service]
+Type=oneshot
+ExecStart=/usr/bin/ssh-keygen -q -t ed25519 -N "" -f /etc/ssh/ssh_host_ed25519_key
+[Install]
+WantedBy=multi-user.target
+UNIT
+cat > /etc/ssh/sshd_config.d/lab.conf <<'SSHD'
+HostKey /etc/ssh/ssh_host_ed25519_key
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+UseDNS no
+MaxSessions 64
+SSHD
+systemctl enable lab-host-keys.service ssh.service
+systemctl mask apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service \\
+  fstrim.timer getty.target console-getty.service systemd-udevd.service systemd-firstboot.service
+"""
+
+
+def image_key() -> str:
+    """Twelve hex digits that change with anything that goes into the image."""
+    recipe = {
+        "release": RELEASE,
+        "arch": platform.machine(),
+        "packages": [*RANK_PACKAGES, *BUILDER_PACKAGES],
+        "excluded": _EXCLUDED,
+        "setup": _SETUP,
+    }
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def image_reference() -> str:
+    return f"localhost/k3deploy-lab:{image_key()}"
+
+
+def work_dir(config: LabConfig) -> Path:
+    """Where an image is being made; its path is also how a build that lost its parent is recognised."""
+    return config.cache_dir / "images" / f"building-{config.name}"
+
+
+def ensure_image(
+    config: LabConfig, engine: Engine, *, progress: Callable[[str], None], install: Callable[[tuple[str, ...]], None]
+) -> bool:
+    """Make the engine have the image; True when it had to be made or loaded.
+
+    ``install`` gets the packages for a build without a registry, and is called only when one is needed.
+    """
+    reference = image_reference()
+    if engine.image_exists(reference):
+        return False
+    archive = config.cache_dir / "images" / f"{image_key()}.tar.zst"
+    started = time.monotonic()
+    if not archive.exists():
+        if engine.pull(BASE_IMAGE):
+            progress(f"building the image from {BASE_IMAGE}")
+            _build_from_registry(engine, reference)
+            progress(f"image built in {time.monotonic() - started:.0f} s")
+            return True
+        progress("no container registry answers: making the image with mmdebstrap (half a minute to a few)")
+        install(("mmdebstrap", "debian-archive-keyring", "zstd"))
+        _bootstrap(config, engine, archive)
+        progress(f"root file system made in {time.monotonic() - started:.0f} s")
+    loading = time.monotonic()
+    engine.import_archive(archive, reference)
+    progress(f"image loaded in {time.monotonic() - loading:.0f} s")
+    return True
+
+
+def _build_from_registry(engine: Engine, reference: str) -> None:
+    install = " ".join((*RANK_PACKAGES, *BUILDER_PACKAGES))
+    excludes = " ".join(f"-o Dpkg::Options::=--path-exclude={pattern}" for pattern in _EXCLUDED)
+    recipe = f"""\
+FROM {BASE_IMAGE}
+COPY setup.sh /tmp/setup.sh
+RUN apt-get -qq update \\
+ && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \\
+    -o Dpkg::Options::=--force-unsafe-io {excludes} {install} \\
+ && sh /tmp/setup.sh && rm -rf /tmp/setup.sh /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
+"""
+    with tempfile.TemporaryDirectory(prefix="k3deploy-image-") as context:
+        Path(context, "setup.sh").write_text(_SETUP)
+        Path(context, "Containerfile").write_text(recipe)
+        engine.build(Path(context), reference)
+
+
+def _bootstrap(config: LabConfig, engine: Engine, archive: Path) -> None:
+    """Write the root file system to ``archive``; downloaded packages stay in the cache for the next recipe.
+
+    The build runs in its own process and mount namespaces: when its first process goes, all of it goes, mounts too.
+    """
+    work = work_dir(config)
+    packages = config.cache_dir / "debs"
+    mirror = os.environ.get("K3DEPLOY_DEBIAN_MIRROR", "")
+    for folder in (work, packages):
+        folder.mkdir(parents=True, exist_ok=True)
+    setup = work / "setup.sh"
+    setup.write_text(_SETUP)
+    setup.chmod(0o755)
+    unfinished = work / "rootfs.tar.zst"
+    argv = [
+        *engine.root,
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child", "env", f"TMPDIR={work}"),
+        *("mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", "--format=tar"),
+        "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg",
+        "--include=" + ",".join((*RANK_PACKAGES, *BUILDER_PACKAGES)),
+        '--aptopt=Acquire::Languages "none"',
+        '--aptopt=APT::Install-Recommends "false"',
+        "--dpkgopt=force-unsafe-io",
+        *(f"--dpkgopt=path-exclude={pattern}" for pattern in _EXCLUDED),
+        "--skip=download/empty,essential/unlink",
+        '--setup-hook=mkdir -p "$1/var/cache/apt/archives"',
+        f"--setup-hook=sync-in {packages} /var/cache/apt/archives/",
+        f"--customize-hook=sync-out /var/cache/apt/archives/ {packages}",
+        f"--customize-hook=copy-in {setup} /tmp",
+        '--customize-hook=chroot "$1" /tmp/setup.sh',
+        '--customize-hook=rm "$1/tmp/setup.sh"',
+        *(RELEASE, str(unfinished)),
+        *((mirror,) if mirror else ()),
+    ]
+    try:
+        run(argv, timeout_s=1800)
+    except K3Error as failed:
+        raise K3Error(
+            f"the image cannot be made: no registry has {BASE_IMAGE}, and mmdebstrap failed: {failed}",
+            remedy="make a Debian mirror reachable (K3DEPLOY_DEBIAN_MIRROR=http://mirror/debian names another one)",
+        ) from failed
+    run([*engine.root, "chown", f"{os.getuid()}:{os.getgid()}", str(unfinished)])
+    unfinished.rename(archive)
+    discard_unfinished(config, engine)
+
+
+def discard_unfinished(config: LabConfig, engine: Engine) -> None:
+    """Stop an image build that lost its parent, and remove its files."""
+    work = work_dir(config)
+    for process in _processes_naming(str(work)):
+        run([*engine.root, "kill", "-9", str(process)], check=False)
+    deadline = time.monotonic() + 10
+    while _processes_naming(str(work)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if work.exists():
+        run([*engine.root, "rm", "-rf", "--one-file-system", str(work)])
+
+
+def _processes_naming(path: str) -> list[int]:
+    """Process ids of other processes whose command line holds ``path``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # it ended while we looked
+            continue
+        if path.encode() in command:
+            found.append(int(folder.name))
+    return found
+
+
+def purge_cache(config: LabConfig, engine: Engine) -> None:
+    """Remove the image, the cached root file systems and the downloaded packages."""
+    engine.remove_image(image_reference())
+    for folder in (config.cache_dir / "images", config.cache_dir / "debs"):
+        if folder.exists():
+            run([*engine.root, "rm", "-rf", "--one-file-system", str(folder)])
+    if config.cache_dir.exists() and not any(config.cache_dir.iterdir()):
+        shutil.rmtree(config.cache_dir)
