@@ -1,0 +1,81 @@
+"""k3.deploy.record_block: write a block's record and its logs into the run directory on the controller. No round trip to a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+
+
+def memory_summary(series, ready_at):
+    """Least MemAvailable (MiB) over the block, and apart for load (before the head was ready) and run."""
+    if not series:
+        return {"min_available_mib": None, "min_at": None, "samples": 0, "load_min_mib": None, "run_min_mib": None, "series": []}
+    least = min(series, key=lambda row: row[1])
+    load = [row[1] for row in series if ready_at is None or row[0] <= ready_at]
+    run = [row[1] for row in series if ready_at is not None and row[0] > ready_at]
+    return {
+        "min_available_mib": least[1],
+        "min_at": least[0],
+        "samples": len(series),
+        "load_min_mib": min(load, default=None),
+        "run_min_mib": min(run, default=None),
+        "series": series,
+    }
+
+
+def write_atomic(path, text):
+    """A file is whole or not there: a resumed run trusts what it finds."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+class ActionModule(ActionBase):
+    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop}}, void (reason or null)."""
+
+    TRANSFERS_FILES = False
+    _supports_check_mode = True
+
+    def run(self, tmp=None, task_vars=None):
+        result = super().run(tmp, task_vars)
+        arguments = self._task.args
+        if self._task.check_mode:
+            return {**result, "changed": False, "skipped": True}
+        run_dir, block = Path(arguments["run_dir"]), arguments["block"]
+        index = int(block["index"])
+        ranks = {}
+        try:
+            for name, seen in arguments["ranks"].items():
+                ranks[name] = self._rank(run_dir, index, name, seen, arguments.get("ready_at"))
+            record = {
+                **{key: block[key] for key in ("index", "pair", "arm", "slug")},
+                **{key: arguments.get(key) for key in ("started", "ended", "load_seconds", "void")},
+                "bench": arguments.get("bench") or {},
+                "ranks": ranks,
+            }
+            folder = "blocks" if not arguments.get("void") else "void"
+            path = run_dir / folder / f"{index:03d}.json"
+            write_atomic(path, json.dumps(record, indent=1, sort_keys=True, default=str))
+        except OSError as error:
+            raise AnsibleActionFail(f"cannot record block {index} in {run_dir}: {error}") from error
+        return {**result, "changed": True, "path": os.fspath(path)}
+
+    def _rank(self, run_dir, index, name, seen, ready_at):
+        stop = seen.get("stop") or {}
+        logs = {}
+        for kind, text in (stop.get("k3_logs") or {}).items():
+            if text:
+                path = run_dir / "logs" / name / f"{index:03d}-{kind}.log"
+                write_atomic(path, text)
+                logs[kind] = os.fspath(path.relative_to(run_dir))
+        return {
+            "state": seen.get("state"),
+            "memory": memory_summary(stop.get("memory") or [], ready_at),
+            "logs": logs,
+            "killed": stop.get("killed") or [],
+        }

@@ -1,0 +1,185 @@
+"""What a rank says about itself: memory, units, processes, listeners, files. Standard library only: runs on the rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+# Environment names that describe how llama.cpp runs; anything else of a process' environment may hold a secret and is not read.
+ENVIRONMENT_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "NCCL_", "OMP_", "KMP_", "GOMP_", "LD_LIBRARY_PATH")
+
+UNIT_PROPERTIES = (
+    "Id",
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "MainPID",
+    "Result",
+    "ExecMainStatus",
+    "ExecMainCode",
+    "ActiveEnterTimestamp",
+    "LimitMEMLOCK",
+    "User",
+    "FragmentPath",
+)
+
+
+def run(argv, timeout=20):
+    """Run a command; return (rc, stdout, stderr). A missing program is rc 127, a hung one rc 124."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
+    except FileNotFoundError:
+        return 127, "", "%s: not found" % argv[0]
+    except subprocess.TimeoutExpired:
+        return 124, "", "%s: no answer in %s s" % (argv[0], timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def meminfo(path="/proc/meminfo"):
+    """/proc/meminfo as {name: MiB}; fields without a unit (HugePages_*) are left out."""
+    values = {}
+    with open(path, encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            parts = line.replace(":", " ").split()
+            if len(parts) == 3 and parts[2] == "kB" and parts[1].isdigit():
+                values[parts[0]] = int(parts[1]) // 1024
+    return values
+
+
+def units_matching(patterns):
+    """Names of loaded units that match systemd globs, whatever their state."""
+    rc, out, _err = run(["systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", *patterns])
+    return [line.split()[0] for line in out.splitlines() if line.strip()] if rc == 0 else []
+
+
+def show_units(names):
+    """systemctl show for several units in one call: {name: {property: value}}."""
+    if not names:
+        return {}
+    rc, out, err = run(["systemctl", "show", "--property=" + ",".join(UNIT_PROPERTIES), "--", *names])
+    if rc != 0:
+        raise OSError("systemctl show failed: %s" % err.strip())
+    shown = {}
+    for name, block in zip(names, out.strip().split("\n\n")):
+        shown[name] = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+    return shown
+
+
+def process(pid):
+    """exe, argv and the llama.cpp part of the environment of a process as it really runs; None when it is gone."""
+    base = "/proc/%d" % pid
+    try:
+        with open(base + "/cmdline", "rb") as raw:
+            argv = [part.decode("utf-8", "replace") for part in raw.read().split(b"\0")[:-1]]
+        with open(base + "/environ", "rb") as raw:
+            pairs = [part.decode("utf-8", "replace").split("=", 1) for part in raw.read().split(b"\0") if b"=" in part]
+        exe = os.readlink(base + "/exe")
+        affinity = sorted(os.sched_getaffinity(pid))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    environment = {name: value for name, value in pairs if name.startswith(ENVIRONMENT_PREFIXES)}
+    return {"pid": pid, "exe": exe, "argv": argv, "environment": environment, "affinity": affinity}
+
+
+def listeners():
+    """Listening TCP sockets: [{address, port, pid}]. Read from the kernel, never by connecting."""
+    rc, out, _err = run(["ss", "-Hltnp"])
+    found = []
+    for line in out.splitlines() if rc == 0 else []:
+        parts = line.split()
+        if len(parts) < 4:
+            continue
+        address, _colon, port = parts[3].rpartition(":")
+        pid = line.split("pid=", 1)[1].split(",", 1)[0] if "pid=" in line else ""
+        if port.isdigit():
+            found.append(
+                {"address": address.strip("[]"), "port": int(port), "pid": int(pid) if pid.isdigit() else None}
+            )
+    return found
+
+
+def sha256_file(path):
+    """Hex sha256 of a file, or None when it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as raw:
+            for chunk in iter(lambda: raw.read(1 << 20), b""):
+                digest.update(chunk)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def tail(path, limit=262144):
+    """The last `limit` bytes of a text file; an empty string when there is none."""
+    try:
+        with open(path, "rb") as raw:
+            raw.seek(0, os.SEEK_END)
+            size = raw.tell()
+            raw.seek(max(0, size - limit))
+            return raw.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def read_json(path):
+    """A JSON file's content; None when it is missing or not (yet) whole."""
+    try:
+        with open(path, encoding="utf-8") as text:
+            return json.load(text)
+    except (OSError, ValueError):
+        return None
+
+
+def write_atomic(path, content, mode=0o644):
+    """Write bytes so that a reader, or a crash, sees the old content or the new one and nothing between."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".k3-")
+    try:
+        with os.fdopen(handle, "wb") as raw:
+            raw.write(content)
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def http_json(url, payload=None, timeout=10):
+    """GET, or POST with a payload: (status, parsed JSON or text). Connection failures are status 0 with the reason."""
+    data = None if payload is None else json.dumps(payload).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    # A proxy in the environment must never carry a request to a rank's own address.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            body, status = answer.read().decode("utf-8", "replace"), answer.status
+    except urllib.error.HTTPError as error:
+        body, status = error.read().decode("utf-8", "replace"), error.code
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return 0, str(getattr(error, "reason", error))
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, body
+
+
+def utc_now():
+    """Seconds since the epoch, as the rank's clock has it."""
+    return time.time()
+
+
+def release_of(exe, root):
+    """The build id of a program under <root>/releases/<build-id>/, else None."""
+    prefix = os.path.join(os.path.realpath(root), "releases") + "/"
+    real = os.path.realpath(exe)
+    return real[len(prefix) :].split("/", 1)[0] if real.startswith(prefix) else None

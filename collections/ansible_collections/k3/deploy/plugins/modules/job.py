@@ -1,0 +1,193 @@
+#!/usr/bin/python
+"""k3.deploy.job: long work as a named transient systemd unit that outlives the connection, with progress."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: job
+short_description: Run long work on a rank as a transient unit and wait for it in slices
+description:
+  - Starts C(argv) with C(systemd-run) under a fixed unit name, or attaches to it when it is running already, and waits at most O(slice) seconds.
+  - A lost connection or a killed controller leaves the job running under its name, so that it can be found, attached to or stopped.
+options:
+  name:
+    description: Name of the unit, without C(.service).
+    type: str
+    required: true
+  argv:
+    description: Program and arguments.
+    type: list
+    elements: str
+    required: true
+  input:
+    description: Document that is written as JSON to O(input_path) before a new start.
+    type: dict
+  input_path:
+    description: Where O(input) goes.
+    type: path
+  result:
+    description: JSON file that the job writes when it ends. Removed before a new start.
+    type: path
+    required: true
+  progress:
+    description: JSON file that the job keeps up to date.
+    type: path
+  log:
+    description: File that gets the job's standard output and error.
+    type: path
+    required: true
+  phase:
+    description: Name of the phase in progress reports.
+    type: str
+    default: work
+  user:
+    description: User to run as; root when not given.
+    type: str
+  environment:
+    description: Environment of the job.
+    type: dict
+    default: {}
+  properties:
+    description: systemd properties of the transient unit, such as C(MemoryMax=2G).
+    type: list
+    elements: str
+    default: []
+  deadline:
+    description: Seconds after which systemd ends the job.
+    type: int
+    default: 3600
+  slice:
+    description: Seconds after which one call returns.
+    type: int
+    default: 15
+author: [the k3deploy project (@k3deploy)]
+attributes:
+  check_mode:
+    support: full
+    description: Says that the job would run.
+"""
+
+EXAMPLES = r"""
+- name: Measure
+  k3.deploy.job:
+    name: k3-candidate-bench
+    argv: [python3, /opt/k3deploy/libexec/k3_bench.py, --request, /opt/k3deploy/state/bench.json]
+    result: /opt/k3deploy/state/bench-result.json
+    log: /opt/k3deploy/state/bench.log
+  register: bench
+  until: bench.finished
+  retries: 100
+  delay: 0
+"""
+
+RETURN = r"""
+finished:
+  description: Whether the job has ended.
+  type: bool
+  returned: always
+result:
+  description: Content of the result file.
+  type: dict
+  returned: when finished
+"""
+
+import json
+import os
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.k3.deploy.plugins.module_utils import host
+
+
+def start(module, unit):
+    """Start the transient unit afresh."""
+    params = module.params
+    for path in (params["result"], params["progress"]):
+        if path and os.path.exists(path):
+            os.unlink(path)
+    for path in (params["result"], params["log"]):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    if params["input_path"]:
+        host.write_atomic(params["input_path"], json.dumps(params["input"] or {}).encode())
+    host.run(["systemctl", "reset-failed", unit])
+    properties = [
+        "RuntimeMaxSec=%d" % params["deadline"],
+        "StandardOutput=truncate:" + params["log"],
+        "StandardError=append:" + params["log"],
+        *params["properties"],
+    ]
+    if params["user"]:
+        properties.append("User=" + params["user"])
+    argv = ["systemd-run", "--quiet", "--unit", unit, *("--property=" + item for item in properties)]
+    argv += ["--setenv=%s=%s" % pair for pair in sorted(params["environment"].items())]
+    rc, _out, err = host.run([*argv, "--", *params["argv"]], timeout=60)
+    if rc != 0:
+        module.fail_json(msg="systemd-run %s failed: %s" % (unit, err.strip()))
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "argv": {"type": "list", "elements": "str", "required": True},
+            "input": {"type": "dict"},
+            "input_path": {"type": "path"},
+            "result": {"type": "path", "required": True},
+            "progress": {"type": "path"},
+            "log": {"type": "path", "required": True},
+            "phase": {"type": "str", "default": "work"},
+            "user": {"type": "str"},
+            "environment": {"type": "dict", "default": {}},
+            "properties": {"type": "list", "elements": "str", "default": []},
+            "deadline": {"type": "int", "default": 3600},
+            "slice": {"type": "int", "default": 15},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    if module.check_mode:
+        module.exit_json(changed=True, finished=True, result={})
+    unit = params["name"] + ".service"
+    # The token outlives one call of an `until` loop: the first call starts the job, the later ones attach to it.
+    mark = params["result"] + ".running"
+    try:
+        running = host.show_units([unit])[unit].get("ActiveState") in ("active", "activating", "deactivating")
+        if not running and not os.path.exists(mark):
+            start(module, unit)
+            host.write_atomic(mark, b"")
+        end = time.monotonic() + params["slice"]
+        while time.monotonic() < end:
+            if host.show_units([unit])[unit].get("ActiveState") not in ("active", "activating", "deactivating"):
+                if os.path.exists(mark):
+                    os.unlink(mark)
+                finish(module, unit)
+            time.sleep(0.3)
+    except OSError as error:
+        module.fail_json(msg=str(error))
+    progress = host.read_json(params["progress"]) if params["progress"] else None
+    seen = dict({"message": "", "done": 0, "total": 0}, **(progress or {}), phase=params["phase"])
+    module.exit_json(changed=True, finished=False, k3_progress=seen)
+
+
+def finish(module, unit):
+    """The job has ended: hand its result over, or say why there is none."""
+    result = host.read_json(module.params["result"])
+    shown = host.show_units([unit])[unit]
+    host.run(["systemctl", "reset-failed", unit])
+    if result is None:
+        module.fail_json(
+            msg="%s ended without a result (%s, exit status %s)"
+            % (unit, shown.get("Result"), shown.get("ExecMainStatus")),
+            log_tail=host.tail(module.params["log"], 4096),
+        )
+    if result.get("error"):
+        module.fail_json(
+            msg="%s: %s" % (module.params["name"], result["error"]),
+            result=result,
+            log_tail=host.tail(module.params["log"], 4096),
+        )
+    module.exit_json(changed=result.get("changed", True), finished=True, result=result)
+
+
+if __name__ == "__main__":
+    main()

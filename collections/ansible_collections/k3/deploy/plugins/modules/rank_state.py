@@ -1,0 +1,212 @@
+#!/usr/bin/python
+"""k3.deploy.rank_state: everything that decides about a rank, read in one round trip."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: rank_state
+short_description: Read a rank's whole state in one round trip
+description:
+  - Reads memory, candidate units with their processes as they really run, listening sockets, releases, production and tools.
+  - Read-only. Never opens a connection to an RPC worker, because a worker serves one client at a time.
+options:
+  root:
+    description: Directory under which everything of k3deploy lives on the rank.
+    type: path
+    default: /opt/k3deploy
+  production:
+    description: The inventory's C(k3_production); names units, files and the head's URL.
+    type: dict
+    default: {}
+  is_head:
+    description: Whether this rank is the head, so that production's head is asked over HTTP.
+    type: bool
+    default: false
+  tools:
+    description: Programs whose presence and path are reported.
+    type: list
+    elements: str
+    default: []
+  paths:
+    description: Paths whose size, free space and kind are reported.
+    type: list
+    elements: path
+    default: []
+  hashes:
+    description: Files whose sha256 is reported; remembered in C(<root>/state/hashes.json) by size and time of change, since a model is large.
+    type: list
+    elements: path
+    default: []
+author: [the k3deploy project (@k3deploy)]
+attributes:
+  check_mode:
+    support: full
+    description: Changes nothing in any mode; outside check mode the memory of hashes may grow.
+"""
+
+EXAMPLES = r"""
+- name: Read the state of every rank
+  k3.deploy.rank_state:
+    production: "{{ k3_production }}"
+    is_head: "{{ inventory_hostname in groups['head'] }}"
+  register: state
+"""
+
+RETURN = r"""
+state:
+  description: The rank's state; memory in MiB, times in seconds since the epoch.
+  type: dict
+  returned: always
+"""
+
+import json
+import os
+import platform
+import shutil
+import socket
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.k3.deploy.plugins.module_utils import host
+
+
+def unit_state(shown, root):
+    """One unit with the process behind it."""
+    pid = int(shown.get("MainPID") or 0)
+    process = host.process(pid) if pid else None
+    state = {
+        "active": shown.get("ActiveState"),
+        "sub": shown.get("SubState"),
+        "result": shown.get("Result"),
+        "exit_status": shown.get("ExecMainStatus"),
+        "limit_memlock": shown.get("LimitMEMLOCK"),
+        "user": shown.get("User"),
+        "pid": pid or None,
+    }
+    if process:
+        state.update(
+            exe=process["exe"],
+            exe_sha256=host.sha256_file(process["exe"]),
+            argv=process["argv"],
+            environment=process["environment"],
+            affinity=process["affinity"],
+            build_id=host.release_of(process["exe"], root),
+        )
+    return state
+
+
+def production_state(production, is_head):
+    """Production as it is now: units, hashes of its files, and whether its head answers."""
+    names = [name for name in (production.get("head_unit") if is_head else None, production.get("worker_unit")) if name]
+    shown = host.show_units(names)
+    files = list(production.get("unit_files") or []) + list(production.get("binaries") or [])
+    state = {
+        "units": {
+            name: {"load": value.get("LoadState"), "active": value.get("ActiveState"), "pid": int(value["MainPID"])}
+            for name, value in shown.items()
+        },
+        "files": {path: host.sha256_file(path) for path in files if os.path.exists(path)},
+    }
+    if is_head and production.get("head_url"):
+        status, body = host.http_json(production["head_url"] + "/health", timeout=3)
+        state["head"] = {"status": status, "detail": body}
+    return state
+
+
+def path_state(path):
+    """Kind, size and free space (MiB) of a path, or of the nearest parent that exists."""
+    parent = path
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    usage = shutil.disk_usage(parent)
+    return {
+        "exists": os.path.exists(path),
+        "is_file": os.path.isfile(path),
+        "size": os.path.getsize(path) if os.path.isfile(path) else None,
+        "free_mib": usage.free // 1048576,
+        "writable": os.access(parent, os.W_OK),
+    }
+
+
+def addresses():
+    """Addresses that this rank owns, without their prefix length."""
+    rc, out, _err = host.run(["ip", "-j", "addr"])
+    links = json.loads(out) if rc == 0 and out.strip() else []
+    return [item["local"] for link in links for item in link.get("addr_info", []) if item.get("local")]
+
+
+def remembered_hashes(paths, root, remember):
+    """{path: sha256}, hashing only what changed since the last time."""
+    memory_path = os.path.join(root, "state", "hashes.json")
+    memory = host.read_json(memory_path) or {}
+    found, fresh = {}, False
+    for path in paths:
+        try:
+            info = os.stat(path)
+        except OSError:
+            found[path] = None
+            continue
+        key = "%s %d %d %d" % (path, info.st_ino, info.st_size, info.st_mtime_ns)
+        if key not in memory:
+            memory[key], fresh = host.sha256_file(path), True
+        found[path] = memory[key]
+    if fresh and remember and os.path.isdir(os.path.dirname(memory_path)):
+        host.write_atomic(memory_path, json.dumps(memory).encode())
+    return found
+
+
+def candidates(root):
+    """{slug: build id that its release link names, or None when the link leads nowhere}."""
+    folder = os.path.join(root, "candidates")
+    found = {}
+    for slug in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        link = os.path.join(folder, slug, "release")
+        found[slug] = os.path.basename(os.path.realpath(link)) if os.path.exists(link) else None
+    return found
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "root": {"type": "path", "default": "/opt/k3deploy"},
+            "production": {"type": "dict", "default": {}},
+            "is_head": {"type": "bool", "default": False},
+            "tools": {"type": "list", "elements": "str", "default": []},
+            "paths": {"type": "list", "elements": "path", "default": []},
+            "hashes": {"type": "list", "elements": "path", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    root = module.params["root"]
+    names = host.units_matching(["k3-candidate*"])
+    try:
+        shown = host.show_units(names)
+        production = production_state(module.params["production"], module.params["is_head"])
+    except OSError as error:
+        module.fail_json(msg="this rank has no usable systemd: %s" % error)
+    units = {name: unit_state(value, root) for name, value in shown.items()}
+    by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
+    releases = os.path.join(root, "releases")
+    state = {
+        "host": socket.gethostname(),
+        "time": host.utc_now(),
+        "kernel": platform.release(),
+        "os": platform.freedesktop_os_release().get("PRETTY_NAME", "") if os.path.exists("/etc/os-release") else "",
+        "arch": platform.machine(),
+        "cpus": os.cpu_count(),
+        "mem": host.meminfo(),
+        "units": units,
+        "listeners": [dict(item, unit=by_pid.get(item["pid"])) for item in host.listeners()],
+        "releases": sorted(name for name in os.listdir(releases) if name[0] != ".") if os.path.isdir(releases) else [],
+        "candidates": candidates(root),
+        "production": production,
+        "tools": {name: shutil.which(name) for name in module.params["tools"]},
+        "paths": {path: path_state(path) for path in module.params["paths"]},
+        "hashes": remembered_hashes(module.params["hashes"], root, not module.check_mode),
+        "addresses": addresses(),
+        "window": host.read_json(os.path.join(root, "state", "window.json")),
+    }
+    module.exit_json(changed=False, state=state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+#!/usr/bin/python
+"""k3.deploy.units: start candidate units and wait until they serve, or stop them and say what was left."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: units
+short_description: Start units and wait until they serve, or stop them
+description:
+  - With O(state=started), starts the unit if it does not run and waits until it listens or answers. Returns after O(slice) seconds at the
+    latest with RV(ready=false), so that the caller's C(until) loop can show progress; the unit's own deadline is O(deadline).
+  - With O(state=stopped), stops everything that matches O(patterns), kills what ignores SIGTERM, and returns the ends of the logs.
+options:
+  state:
+    description: What is wanted.
+    type: str
+    choices: [started, stopped]
+    required: true
+  name:
+    description: The unit to start.
+    type: str
+  also:
+    description: Further units to start before O(name), without waiting for them.
+    type: list
+    elements: str
+    default: []
+  patterns:
+    description: systemd globs of the units to stop.
+    type: list
+    elements: str
+    default: ["k3-candidate*"]
+  listen:
+    description: C(address:port) on which the unit's own process must listen. Read from the kernel, never by connecting.
+    type: str
+  http:
+    description: URL that must answer 200.
+    type: str
+  log:
+    description: The unit's log file, for progress and for the reason of a failure.
+    type: path
+  slice:
+    description: Seconds after which one call returns.
+    type: int
+    default: 15
+  deadline:
+    description: Seconds after the unit's start within which it must be ready.
+    type: int
+    default: 300
+  stop_timeout:
+    description: Seconds to wait for units to stop before they are killed.
+    type: int
+    default: 20
+  logs:
+    description: Log files whose ends are returned when stopping, by name.
+    type: dict
+    default: {}
+  memory:
+    description: The memory sampler's series, returned when stopping.
+    type: path
+author: [the k3deploy project (@k3deploy)]
+attributes:
+  check_mode:
+    support: full
+    description: Reports what would be started or stopped.
+"""
+
+EXAMPLES = r"""
+- name: Start the worker
+  k3.deploy.units:
+    state: started
+    name: k3-candidate-worker@baseline.service
+    listen: 10.0.0.2:50053
+  register: worker
+  until: worker.ready
+  retries: 20
+  delay: 0
+"""
+
+RETURN = r"""
+ready:
+  description: Whether the unit serves.
+  type: bool
+  returned: when state is started
+waited_s:
+  description: Seconds since the unit was started.
+  type: float
+  returned: when state is started
+stopped:
+  description: Units that were running and are stopped now.
+  type: list
+  returned: when state is stopped
+killed:
+  description: Units that had to be killed.
+  type: list
+  returned: when state is stopped
+k3_logs:
+  description: Ends of the log files that were asked for.
+  type: dict
+  returned: when state is stopped
+memory:
+  description: "Lines C(seconds since the epoch, least MemAvailable, MemFree) in MiB, one a second."
+  type: list
+  returned: when state is stopped
+"""
+
+import re
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.k3.deploy.plugins.module_utils import host
+
+LIVE = ("active", "activating", "reloading", "deactivating")
+
+
+def seconds_active(shown):
+    """Seconds since a unit became active by systemd's own clock; 0 when it is not."""
+    stamp = shown.get("ActiveEnterTimestamp") or ""
+    rc, out, _err = host.run(["date", "+%s", "-d", stamp]) if stamp else (1, "", "")
+    return max(0.0, time.time() - float(out)) if rc == 0 and out.strip() else 0.0
+
+
+def last_progress(log):
+    """The line of a head's log that says most about how far its load is."""
+    lines = [line.strip() for line in host.tail(log, 8192).splitlines() if line.strip(" .\n")] if log else []
+    wanted = [line for line in lines if re.search(r"load_tensors|loaded meta|warming up|RPC|layer|fit", line)]
+    return (wanted or lines or ["starting"])[-1][:160]
+
+
+class Starter:
+    """One unit on its way to serving."""
+
+    def __init__(self, module):
+        self.module, self.params = module, module.params
+        self.name = module.params["name"]
+
+    def shown(self):
+        return host.show_units([self.name])[self.name]
+
+    def start_if_needed(self):
+        """Start the unit unless it runs; True when this call started it."""
+        shown = self.shown()
+        if shown.get("LoadState") == "not-found":
+            if self.module.check_mode:
+                return True
+            self.module.fail_json(msg="%s is not installed on this rank" % self.name)
+        if shown.get("ActiveState") in LIVE:
+            return False
+        if self.module.check_mode:
+            return True
+        host.run(["systemctl", "reset-failed", self.name])
+        rc, _out, err = host.run(["systemctl", "start", *self.params["also"], self.name], timeout=60)
+        if rc != 0:
+            self.fail("systemctl start said: %s" % err.strip())
+        return True
+
+    def ready(self, shown):
+        """Whether the unit's own process serves now."""
+        pid = int(shown.get("MainPID") or 0)
+        if self.params["listen"]:
+            address, _colon, port = self.params["listen"].rpartition(":")
+            mine = [item for item in host.listeners() if item["port"] == int(port) and item["pid"] == pid]
+            if not any(item["address"] == address.strip("[]") for item in mine):
+                return False
+        if self.params["http"]:
+            return host.http_json(self.params["http"], timeout=3)[0] == 200
+        return shown.get("ActiveState") == "active"
+
+    def fail(self, why):
+        self.module.fail_json(
+            msg="%s did not come up: %s" % (self.name, why),
+            log_tail=host.tail(self.params["log"], 4096) if self.params["log"] else "",
+            k3_logs={"head" if "head" in self.name else "worker": host.tail(self.params["log"] or "", 262144)},
+        )
+
+    def run(self):
+        changed = self.start_if_needed()
+        if self.module.check_mode:
+            self.module.exit_json(changed=changed, ready=True, waited_s=0.0)
+        end = time.monotonic() + self.params["slice"]
+        while True:
+            shown = self.shown()
+            waited = seconds_active(shown)
+            if shown.get("ActiveState") not in LIVE:
+                # An rpc server exits 0 when its port is taken or its host is bad: inactive is a failure too.
+                self.fail("it ended with %s, exit status %s" % (shown.get("Result"), shown.get("ExecMainStatus")))
+            if self.ready(shown):
+                self.module.exit_json(changed=changed, ready=True, waited_s=waited)
+            if waited > self.params["deadline"]:
+                self.fail("not ready within its deadline of %s s" % self.params["deadline"])
+            if time.monotonic() > end:
+                progress = {"phase": "start", "message": last_progress(self.params["log"]), "done": int(waited)}
+                progress["total"] = self.params["deadline"]
+                self.module.exit_json(changed=changed, ready=False, waited_s=waited, k3_progress=progress)
+            time.sleep(0.2)
+
+
+def memory_series(path):
+    """The sampler's lines as [[time, least MemAvailable, MemFree], ...]."""
+    rows = [line.split() for line in host.tail(path, 1 << 20).splitlines()] if path else []
+    return [[float(row[0]), int(row[1]), int(row[2])] for row in rows if len(row) == 3]
+
+
+def stop(module):
+    """Stop what runs; then SIGKILL what did not listen to SIGTERM."""
+    records = {
+        "k3_logs": {name: host.tail(path) for name, path in module.params["logs"].items()},
+        "memory": memory_series(module.params["memory"]),
+    }
+    names = host.units_matching(module.params["patterns"])
+    shown = host.show_units(names)
+    running = [name for name in names if shown[name].get("ActiveState") in LIVE]
+    failed = [name for name in names if shown[name].get("ActiveState") == "failed"]
+    if module.check_mode or not running:
+        if failed and not module.check_mode:
+            host.run(["systemctl", "reset-failed", *failed])
+        module.exit_json(changed=bool(running), stopped=running, killed=[], **records)
+    host.run(["systemctl", "stop", *running], timeout=module.params["stop_timeout"])
+    shown = host.show_units(running)
+    stuck = [name for name in running if shown[name].get("ActiveState") in LIVE]
+    if stuck:
+        host.run(["systemctl", "kill", "--signal=SIGKILL", *stuck])
+        host.run(["systemctl", "stop", *stuck], timeout=module.params["stop_timeout"])
+        shown = host.show_units(stuck)
+        left = [name for name in stuck if shown[name].get("ActiveState") in LIVE]
+        if left:
+            pids = ", ".join("%s (pid %s)" % (name, shown[name].get("MainPID")) for name in left)
+            module.fail_json(msg="still running after SIGKILL: %s; a reboot of this rank is what is left" % pids)
+    host.run(["systemctl", "reset-failed", *running])
+    module.exit_json(changed=True, stopped=running, killed=stuck, **records)
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["started", "stopped"], "required": True},
+            "name": {"type": "str"},
+            "also": {"type": "list", "elements": "str", "default": []},
+            "patterns": {"type": "list", "elements": "str", "default": ["k3-candidate*"]},
+            "listen": {"type": "str"},
+            "http": {"type": "str"},
+            "log": {"type": "path"},
+            "slice": {"type": "int", "default": 15},
+            "deadline": {"type": "int", "default": 300},
+            "stop_timeout": {"type": "int", "default": 20},
+            "logs": {"type": "dict", "default": {}},
+            "memory": {"type": "path"},
+        },
+        required_if=[("state", "started", ["name"])],
+        supports_check_mode=True,
+    )
+    try:
+        if module.params["state"] == "stopped":
+            stop(module)
+        else:
+            Starter(module).run()
+    except OSError as error:
+        module.fail_json(msg=str(error))
+
+
+if __name__ == "__main__":
+    main()
