@@ -1,6 +1,7 @@
 """Progress of a run, from Ansible's events: by phase and rank on a terminal, in plain timed lines elsewhere.
 
-A *phase* comes from a play's name (``Build | compile the candidate``: phase ``build``) or from a task's result: a key
+A *phase* comes from the name of a play, or of a task that opens a phase inside a play: ``Build | compile``, ``Close |
+bring production back``, ``Start | workers of U2@2048 (block 1)``. Inside a phase, a task's result may carry
 ``k3_progress: {phase, message, done, total}``, in the tries of an ``until`` loop as well. Every phase and every
 ``k3_progress`` is also written to ``events.ndjson``.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 HEARTBEAT_S = 15.0
+# Phases that tasks open inside a longer play; a task that names its block belongs to that block's phase.
+_TASK_PHASES = frozenset(("window", "close"))
+_BLOCK = re.compile(r"(?:^|\()block (\d+)\b")
 State = Literal["running", "done", "failed", "stopped"]
 
 
@@ -70,6 +75,8 @@ class Phase:
 class Progress:
     """Feed it events (from any thread); it shows and records them. Use as a context manager.
 
+    ``blocks`` names the arm of each block, for phases like ``block 2/4 U2@2048``.
+
     ``live`` picks the display that redraws itself; otherwise each phase gives a line at its start and one at its end,
     and a line at least every ``HEARTBEAT_S`` in between.
     """
@@ -80,6 +87,7 @@ class Progress:
         events: Path | None = None,
         *,
         live: bool = False,
+        blocks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phases: list[Phase] = []
@@ -87,6 +95,7 @@ class Progress:
         self._events_path = events
         self._events: IO[str] | None = None
         self._wants_live = live
+        self._blocks = tuple(blocks)
         self._console: Console | None = None
         self._live: Live | None = None
         self._clock = clock
@@ -135,8 +144,8 @@ class Progress:
             if kind == "playbook_on_play_start":
                 name, _, title = str(data.get("name") or data.get("play") or "").partition(" | ")
                 self.phase(name.strip().lower() or "play", title.strip())
-            elif kind == "playbook_on_task_start" and self.phases:
-                self.phases[-1].task = printable(str(data.get("task") or ""))
+            elif kind == "playbook_on_task_start":
+                self._task(printable(str(data.get("task") or "")))
             elif kind.startswith("runner_"):
                 self._host_event(kind, data)
 
@@ -188,6 +197,17 @@ class Progress:
     def _current(self) -> Phase | None:
         return self.phases[-1] if self.phases and self.phases[-1].ended is None else None
 
+    def _task(self, task: str) -> None:
+        name, bar, title = task.partition(" | ")
+        if block := _BLOCK.search(title):
+            index = int(block[1])
+            arm = f" {self._blocks[index]}" if index < len(self._blocks) else ""
+            self.phase(f"block {index + 1}/{max(len(self._blocks), index + 1)}{arm}", f"{name.lower()}: {title}")
+        elif bar and name.lower() in _TASK_PHASES:
+            self.phase(name.lower(), title)
+        if self.phases:
+            self.phases[-1].task = title if bar else task
+
     def _host_event(self, kind: str, data: Mapping[str, Any]) -> None:
         host = printable(str(data.get("host") or ""))
         result = data.get("res") or {}
@@ -210,9 +230,6 @@ class Progress:
             self._line(f"{current.name}: {host} {word} at: {task}")
 
     def _reported(self, host: str, reported: Mapping[str, Any]) -> None:
-        name = str(reported.get("phase") or "").strip()
-        if name:
-            self.phase(name)
         current = self._current()
         if current is None:
             return
@@ -221,7 +238,13 @@ class Progress:
         )
         current.ranks[host] = state
         self._record(
-            event="progress", phase=current.name, host=host, message=state.message, done=state.done, total=state.total
+            event="progress",
+            phase=current.name,
+            host=host,
+            step=printable(str(reported.get("phase") or "")),
+            message=state.message,
+            done=state.done,
+            total=state.total,
         )
 
     def _record(self, **entry: Any) -> None:

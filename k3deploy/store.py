@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ class ResumeError(K3Error):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run directory. ``tool`` is what the digest covers besides the plan."""
+    """One run directory.
+
+    ``tool`` is what the digest covers besides the plan; ``options`` is what the plan was made with, for a later resume.
+    """
 
     path: Path
     candidate: str
@@ -50,6 +54,9 @@ class Run:
     cluster: str
     inventory: str
     tool: Mapping[str, Any]
+    options: Mapping[str, Any]
+    owner: str
+    reason: str
 
     @property
     def id(self) -> str:
@@ -111,6 +118,7 @@ class Store:
         cluster: str,
         inventory: Path,
         tool: Mapping[str, Any],
+        options: Mapping[str, Any],
         reason: str = "",
     ) -> Run:
         """Make a run directory with ``plan.json``, ``run.json`` and the inventory layer, and point ``latest`` at it."""
@@ -122,35 +130,39 @@ class Store:
             path.mkdir(mode=0o700)
         except FileExistsError:
             raise K3Error(f"the run {path.name} exists already", remedy="try again in a second") from None
-        run = Run(
-            path, candidate, now.isoformat(timespec="seconds"), identity, cluster, str(inventory.absolute()), tool
-        )
+        about = {
+            "candidate": candidate,
+            "created": now.isoformat(timespec="seconds"),
+            "digest": identity,
+            "cluster": cluster,
+            "inventory": str(inventory.absolute()),
+            "tool": dict(tool),
+            "options": dict(options),
+            "owner": f"{getpass.getuser()}@{socket.gethostname()}",
+            "reason": reason,
+        }
+        run = Run(path, **about)
         for folder in ("inventory", "blocks", "logs", "ranks"):
             (path / folder).mkdir(mode=0o700)
         write_json(path / "plan.json", plan)
         self.write_layer(run, layer)
-        about = {
-            "id": run.id,
-            "candidate": candidate,
-            "created": run.created,
-            "digest": identity,
-            "cluster": cluster,
-            "inventory": run.inventory,
-            "tool": dict(tool),
-            "user": getpass.getuser(),
-            "reason": reason,
-        }
         # Last: a directory without run.json is not a run.
         write_json(path / "run.json", about)
         self._point_latest(run)
         return run
 
     def write_layer(self, run: Run, layer: Mapping[str, Any]) -> None:
-        """Write ``inventory/run.yml``: the plan's layer plus the run's own name and place."""
+        """Write ``inventory/run.yml``: the plan's layer plus the run's name, place, owner and reason."""
         import yaml
 
         hosts = dict(layer.get("all", {}))
-        hosts["vars"] = {**hosts.get("vars", {}), "k3_run_id": run.id, "k3_run_dir": str(run.path)}
+        hosts["vars"] = {
+            **hosts.get("vars", {}),
+            "k3_run_id": run.id,
+            "k3_run_dir": str(run.path),
+            "k3_run_owner": run.owner,
+            "k3_run_reason": run.reason,
+        }
         text = yaml.safe_dump({**layer, "all": hosts}, sort_keys=False, default_flow_style=False, width=120)
         write_text(run.layer / "run.yml", text)
 
@@ -193,7 +205,7 @@ class Store:
 
     def _open(self, path: Path) -> Run:
         about = _read(path / "run.json")
-        keys = ("candidate", "created", "digest", "cluster", "inventory", "tool")
+        keys = [field.name for field in fields(Run) if field.name != "path"]
         if missing := [key for key in keys if key not in about]:
             raise RunNotFound(f"{path / 'run.json'} is incomplete: it has no {', '.join(missing)}")
         return Run(path, **{key: about[key] for key in keys})

@@ -66,19 +66,36 @@ def test_plays_of_one_phase_are_one_phase_and_each_phase_has_a_first_and_a_last_
     ]
 
 
-def test_reported_progress_opens_phases_and_is_recorded(clock: Clock, stream: io.StringIO, tmp_path: Path) -> None:
+def test_tasks_open_the_phases_of_window_blocks_and_close(clock: Clock, stream: io.StringIO) -> None:
+    with Progress(stream, blocks=["baseline", "U2@2048"], clock=clock) as progress:
+        for name in (
+            "Window | drain production, measure block by block",
+            "Start | workers of baseline (block 0)",
+            "Wait for the head",
+            "Measure | run the harness on the head",
+            "Record | block 0",
+            "Start | workers of U2@2048 (block 1)",
+            "Close | stop the candidate",
+        ):
+            progress.event(task(name))
+    assert [phase.name for phase in progress.phases] == ["window", "block 1/2 baseline", "block 2/2 U2@2048", "close"]
+
+
+def test_reported_progress_is_shown_by_host_and_recorded(clock: Clock, stream: io.StringIO, tmp_path: Path) -> None:
     events = tmp_path / "events.ndjson"
     with Progress(stream, events, clock=clock) as progress:
         progress.event(play("Measure | blocks in pairs"))
-        reported = {"phase": "block 1/2 baseline", "message": "load", "done": 3, "total": "93"}
+        reported = {"phase": "start", "message": "load", "done": 3, "total": "93"}
         progress.event(host("runner_retry", "rank0", res={"k3_progress": reported}))
+        assert str(progress.phases[0].ranks["rank0"]) == "load 3/93"
         progress.event(host("runner_on_ok", "rank0", res={"k3_progress": {**reported, "done": 93}}))
-        progress.event(host("runner_retry", "rank0", res={"k3_progress": {"phase": "block 2/2 U2-2048"}}))
-    assert [phase.name for phase in progress.phases] == ["measure", "block 1/2 baseline", "block 2/2 U2-2048"]
+        progress.event(host("runner_retry", "rank0", res={"k3_progress": {"phase": "measure", "message": "cells"}}))
+    assert [phase.name for phase in progress.phases] == ["measure"]
     records = [json.loads(line) for line in events.read_text().splitlines()]
     assert {"phase_start", "phase_end", "progress"} == {record["event"] for record in records}
     first = next(record for record in records if record["event"] == "progress")
-    assert (first["host"], first["message"], first["done"], first["total"]) == ("rank0", "load", 3, 93)
+    assert (first["host"], first["step"], first["message"]) == ("rank0", "start", "load")
+    assert (first["done"], first["total"]) == (3, 93)
     assert events.stat().st_mode & 0o777 == 0o600
 
 

@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ def store(tmp_path: Path) -> Store:
 
 def make(store: Store, candidate: str = "candidate-U2", plan: dict[str, Any] | None = None) -> Run:
     return store.create(
-        candidate, plan or PLAN, LAYER, cluster="lab", inventory=Path("inventory/lab"), tool=TOOL, reason="try it"
+        candidate,
+        plan or PLAN,
+        LAYER,
+        cluster="lab",
+        inventory=Path("inventory/lab"),
+        tool=TOOL,
+        options={"pairs": 3},
+        reason="try it",
     )
 
 
@@ -51,7 +59,9 @@ def test_a_run_is_private_and_complete(store: Store) -> None:
 def test_the_layer_carries_the_run_s_name_and_place(store: Store) -> None:
     run = make(store)
     layer = yaml.safe_load((run.layer / "run.yml").read_text())
-    assert layer["all"]["vars"] == {"k3_run_arms": [], "k3_run_id": run.id, "k3_run_dir": str(run.path)}
+    variables = layer["all"]["vars"]
+    assert (variables["k3_run_arms"], variables["k3_run_id"], variables["k3_run_dir"]) == ([], run.id, str(run.path))
+    assert variables["k3_run_reason"] == "try it" and "@" in variables["k3_run_owner"]
     assert layer["all"]["hosts"] == LAYER["all"]["hosts"]
     assert [path.name for path in run.layer.iterdir()] == ["run.yml"], "Ansible reads every file of the directory"
 
@@ -70,7 +80,7 @@ def test_every_change_of_plan_or_tool_changes_the_digest() -> None:
 
 def test_runs_are_listed_newest_first_and_found_by_part_path_or_latest(store: Store) -> None:
     old = make(store)
-    old = Run(old.path.rename(store.root / f"20200101T000000{old.id[15:]}"), *[getattr(old, k) for k in _FIELDS])
+    old = replace(old, path=old.path.rename(store.root / f"20200101T000000{old.id[15:]}"))
     new = make(store, "candidate-U9")
     (store.root / "20990101T000000-unfinished-ab12cd").mkdir()
     assert [run.id for run in store.runs()] == [new.id, old.id]
@@ -83,9 +93,6 @@ def test_runs_are_listed_newest_first_and_found_by_part_path_or_latest(store: St
     assert old.id in caught.value.remedy and new.id in caught.value.remedy
     with pytest.raises(RunNotFound, match="no run 'U7'"):
         store.load("U7")
-
-
-_FIELDS = ("candidate", "created", "digest", "cluster", "inventory", "tool")
 
 
 def test_no_runs_at_all_is_said_with_a_remedy(store: Store) -> None:
