@@ -38,6 +38,8 @@ from contextlib import contextmanager
 STATES = ("cold", "warm", "cached")
 PROBES = ("shifted_prefix", "graphs")
 SHIFTED_CHUNK = 512  # tokens that the shifted prompt shares with the one before
+SHIFTED_DROPPED = 96  # tokens before them that it has lost
+SHIFTED_PREDICT = 24  # tokens to compare
 SHIFTED_MIN_REUSE = 256  # fewer reused tokens than this is no reuse of the chunk
 GRAPHS_PREDICT = 16  # decode steps whose graphs the probe counts
 WARMUP_PREDICT = 8  # tokens to decode so that a decode graph of one size exists and was used again
@@ -583,27 +585,28 @@ class Bench:
         return int(cell.get("n_cached") or cell["n_prompt"] - max(1, cell["n_prompt"] // 8))
 
     def _probe_shifted_prefix(self):
-        """Does the server reuse a chunk that it holds at another position (--cache-reuse)? Ask it."""
+        """Does the server reuse a chunk that moved (--cache-reuse), and is the answer still the same? Ask it.
+
+        The prompt is what the slot holds without its first tokens, as when a client drops old turns: the one case
+        that --cache-reuse is made for. The same prompt was evaluated from nothing before; a recurrent state cannot
+        forget what was dropped, so reuse that takes effect can change the text.
+        """
+        dropped = prompt_ids(self.seed, "probe/dropped", SHIFTED_DROPPED, self.vocab, bos=False)
         chunk = prompt_ids(self.seed, "probe/chunk", SHIFTED_CHUNK, self.vocab, bos=False)
-        before = prompt_ids(self.seed, "probe/before", 96, self.vocab, bos=False)
-        after = prompt_ids(self.seed, "probe/after", 32, self.vocab, bos=False)
-        if before[0] == after[0]:
-            # no common first token: what is reused can then only be the shifted chunk
-            after[0] = self.vocab["first_id"] + (after[0] + 1 - self.vocab["first_id"]) % (
-                self.vocab["last_id"] - self.vocab["first_id"] + 1
-            )
-        tail = prompt_ids(self.seed, "probe/tail", 16, self.vocab, bos=False)
-        self.server.complete(before + chunk, 1, True, self.phase)
-        answer = self.server.complete(after + chunk + tail, 1, True, self.phase)
+        prompt = chunk + prompt_ids(self.seed, "probe/tail", 16, self.vocab, bos=False)
+        cold = self.server.complete(prompt, SHIFTED_PREDICT, False, self.phase)
+        self.server.complete(dropped + chunk, 1, False, self.phase)
+        shifted = self.server.complete(prompt, SHIFTED_PREDICT, True, self.phase)
         self.activity.settle()
-        timings = answer["timings"]
-        cache_n = int(timings.get("cache_n", 0))
+        cache_n = int(shifted["timings"].get("cache_n", 0))
         return {
             "chunk": SHIFTED_CHUNK,
-            "shift": len(after) - len(before),
+            "shift": -SHIFTED_DROPPED,
             "cache_n": cache_n,
-            "prompt_n": timings.get("prompt_n"),
+            "prompt_n": shifted["timings"].get("prompt_n"),
             "effective": cache_n >= SHIFTED_MIN_REUSE,
+            "identical": shifted["tokens"] == cold["tokens"],
+            "ttft_ms": {"cold": cold["ttft_ms"], "shifted": shifted["ttft_ms"]},
         }
 
     def _probe_graphs(self):
