@@ -1,8 +1,8 @@
 """The vocabulary of settings: what a baseline, a row or a cluster may set, and how llama-server spells it.
 
-A setting is one of llama-server's long flags with ``-`` written as ``_`` (``ubatch_size`` is ``--ubatch-size``), or one
-of a few keys that are not flags of the head (environment, ports, what the harness does). Matrix and inventory share this
-vocabulary, so that a misspelt key is found in both with the same words.
+A setting is one of llama-server's long flags with ``-`` written as ``_`` (``ubatch_size`` is
+``--ubatch-size``), or one of a few keys that are not flags of the head (environment, ports, what the harness
+does). Matrix and inventory share this vocabulary, so that a misspelt key is found in both with the same words.
 """
 
 from __future__ import annotations

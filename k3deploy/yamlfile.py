@@ -59,7 +59,7 @@ class Document:
         line, column = self.place(keys)
         return Problem(self.path, line, message, column)
 
-    def keys(self) -> Iterable[tuple[KeyPath, str, int]]:
+    def walk(self) -> Iterable[tuple[KeyPath, str, int]]:
         """Every mapping key of the file with its path and its line."""
         stack: list[tuple[KeyPath, yaml.Node]] = [] if self._root is None else [((), self._root)]
         seen: set[int] = set()
