@@ -366,7 +366,7 @@ def _message(result: Mapping[str, Any]) -> str:
         return "\n".join(str(problem) for problem in problems)
     message = result.get("msg") or result.get("reason") or ""
     parts = [message if isinstance(message, str) else json.dumps(message)]
-    for stream in ("stderr", "module_stderr", "stdout", "module_stdout"):
+    for stream in ("log_tail", "stderr", "module_stderr", "stdout", "module_stdout"):
         text = str(result.get(stream) or "").strip()
         if text:
             parts.append(_last_lines(text))

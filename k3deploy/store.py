@@ -130,7 +130,7 @@ class Store:
             path.mkdir(mode=0o700)
         except FileExistsError:
             raise K3Error(f"the run {path.name} exists already", remedy="try again in a second") from None
-        about = {
+        about: dict[str, Any] = {
             "candidate": candidate,
             "created": now.isoformat(timespec="seconds"),
             "digest": identity,

@@ -1,0 +1,116 @@
+"""`k3deploy rollback`: the candidate stopped everywhere, production back and proven."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from k3deploy.commands.options import CONTEXT, inventory_option, json_option, live_display, print_json, warn
+from k3deploy.commands.stop import Stop
+from k3deploy.errors import ExitCode, NotRestoredError
+
+if TYPE_CHECKING:
+    from k3deploy.runner import RunResult
+
+EPILOG = """\b
+Examples:
+  k3deploy rollback                      the lab
+  k3deploy rollback -i inventory/gb10
+  ansible-playbook -i inventory/gb10 playbooks/rollback.yml    the same, without k3deploy
+
+Safe at any time, twice, and with nothing deployed: what it must know lies on the ranks."""
+
+
+@dataclass(slots=True)
+class Restoration:
+    """How bringing production back ended. ``proof`` is what production's module found on the head."""
+
+    result: RunResult
+    proof: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        # The playbook goes on without ranks that it cannot reach; nothing is then proven about them.
+        return self.result.ok and not self.result.unreachable
+
+    @property
+    def words(self) -> str:
+        if self.proof.get("as_recorded"):
+            return "production is back: it answers as recorded before the window"
+        if self.proof.get("answers"):
+            return "production answers"
+        return str(self.proof.get("note") or "production is as it was found")
+
+    @property
+    def problems(self) -> list[str]:
+        found = [str(failure) for failure in (*self.result.unreachable, *self.result.failures)]
+        return found or ([] if self.ok else [f"rollback.yml ended with status {self.result.status}"])
+
+
+def restore(
+    inventory: Path,
+    on_event: Callable[[dict[str, Any]], None],
+    cancel: Callable[[], bool],
+    artifacts_dir: Path | None = None,
+) -> Restoration:
+    """Run ``playbooks/rollback.yml`` with the user's inventory alone."""
+    from k3deploy.runner import run_playbook
+
+    proof: dict[str, Any] = {}
+
+    def watch(event: dict[str, Any]) -> None:
+        result = (event.get("event_data") or {}).get("res")
+        if isinstance(result, Mapping) and result.get("done") and isinstance(result.get("production"), Mapping):
+            proof.update(result["production"])
+        on_event(event)
+
+    result = run_playbook("rollback", [inventory], {}, watch, cancel, artifacts_dir)
+    return Restoration(result, proof)
+
+
+def not_restored(inventory: Path, restoration: Restoration) -> NotRestoredError:
+    """The loud one: someone must act now."""
+    details = "\n".join(f"  {line}" for problem in restoration.problems for line in problem.splitlines())
+    return NotRestoredError(
+        f"PRODUCTION IS NOT PROVEN TO BE BACK on {inventory}\n{details}",
+        remedy=f"see `k3deploy status -i {inventory}`, mend what is named above, then `k3deploy rollback -i {inventory}`",
+    )
+
+
+@click.command(epilog=EPILOG, context_settings=CONTEXT)
+@inventory_option
+@json_option
+def rollback(inventory: Path, as_json: bool) -> int:
+    """Stop the candidate on every rank, bring production back and prove that it answers."""
+    from k3deploy.progress import Progress
+    from k3deploy.store import lock
+
+    def on_signal(count: int) -> None:
+        if count == 1:
+            progress.note("production is being brought back; press Ctrl-C again to leave that undone")
+
+    progress = Progress(sys.stderr, live=live_display())
+    # Not the cluster's name: an inventory that no longer validates must not keep production down.
+    with lock(str(inventory.resolve()), "rollback"), Stop(on_signal) as stop, progress:
+        stop.restart(patience=2)
+        restoration = restore(inventory, progress.event, stop.requested)
+    if as_json:
+        print_json(
+            {
+                "restored": restoration.ok,
+                "production": restoration.proof,
+                "problems": restoration.problems,
+                "tasks": restoration.result.task_count,
+                "round_trips": restoration.result.round_trips,
+            }
+        )
+    if not restoration.ok:
+        raise not_restored(inventory, restoration)
+    if not as_json:
+        warn(restoration.words, "green")
+    return int(ExitCode.OK)
