@@ -16,9 +16,7 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         arguments = dict(self._task.args)
         arguments["files"] = [self._with_content(entry, task_vars) for entry in arguments.get("files") or []]
-        return self._execute_module(
-            module_name="k3.deploy.file_set", module_args=arguments, task_vars=task_vars, tmp=tmp
-        )
+        return self._execute_module(module_name="k3.deploy.file_set", module_args=arguments, task_vars=task_vars, tmp=tmp)
 
     def _with_content(self, entry, task_vars):
         entry = dict(entry)
@@ -36,8 +34,6 @@ class ActionModule(ActionBase):
 
     def _render(self, source, variables):
         text = trust_as_template(source.read_text(encoding="utf-8"))
-        templar = self._templar.copy_with_new_env(
-            searchpath=[str(source.parent)], available_variables=variables
-        )
+        templar = self._templar.copy_with_new_env(searchpath=[str(source.parent)], available_variables=variables)
         overrides = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
         return templar.template(text, escape_backslashes=False, overrides=overrides)

@@ -13,7 +13,14 @@ from ansible.plugins.action import ActionBase
 def memory_summary(series, ready_at):
     """Least MemAvailable (MiB) over the block, and apart for load (before the head was ready) and run."""
     if not series:
-        return {"min_available_mib": None, "min_at": None, "samples": 0, "load_min_mib": None, "run_min_mib": None, "series": []}
+        return {
+            "min_available_mib": None,
+            "min_at": None,
+            "samples": 0,
+            "load_min_mib": None,
+            "run_min_mib": None,
+            "series": [],
+        }
     least = min(series, key=lambda row: row[1])
     load = [row[1] for row in series if ready_at is None or row[0] <= ready_at]
     run = [row[1] for row in series if ready_at is not None and row[0] > ready_at]

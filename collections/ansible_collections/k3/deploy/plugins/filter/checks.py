@@ -5,11 +5,7 @@ from __future__ import annotations
 
 def _listening(state, address, port):
     """Sockets of a rank that would collide with address:port."""
-    return [
-        item
-        for item in state["listeners"]
-        if item["port"] == int(port) and item["address"] in (address, "0.0.0.0", "*", "::")
-    ]
+    return [item for item in state["listeners"] if item["port"] == int(port) and item["address"] in (address, "0.0.0.0", "*", "::")]
 
 
 def _endpoint_problems(state, processes):
@@ -68,9 +64,7 @@ def preflight_problems(state, expect):
         if not state["paths"].get(model["path"], {}).get("is_file"):
             problems.append(f"the model {model['path']} is not on the head")
         elif model.get("sha256") and state["hashes"].get(model["path"]) not in (None, model["sha256"]):
-            problems.append(
-                f"the model {model['path']} has sha256 {state['hashes'][model['path']]}, the inventory pins {model['sha256']}"
-            )
+            problems.append(f"the model {model['path']} has sha256 {state['hashes'][model['path']]}, the inventory pins {model['sha256']}")
     free = state["paths"].get(expect.get("root"), {}).get("free_mib")
     if free is not None and free < expect.get("disk_mib", 0):
         problems.append(f"{free} MiB free at {expect['root']}, {expect['disk_mib']} MiB are needed")

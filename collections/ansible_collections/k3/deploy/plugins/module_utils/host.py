@@ -35,9 +35,9 @@ def run(argv, timeout=20):
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
     except FileNotFoundError:
-        return 127, "", "%s: not found" % argv[0]
+        return 127, "", f"{argv[0]}: not found"
     except subprocess.TimeoutExpired:
-        return 124, "", "%s: no answer in %s s" % (argv[0], timeout)
+        return 124, "", f"{argv[0]}: no answer in {timeout} s"
     return done.returncode, done.stdout, done.stderr
 
 
@@ -64,9 +64,9 @@ def show_units(names):
         return {}
     rc, out, err = run(["systemctl", "show", "--property=" + ",".join(UNIT_PROPERTIES), "--", *names])
     if rc != 0:
-        raise OSError("systemctl show failed: %s" % err.strip())
+        raise OSError(f"systemctl show failed: {err.strip()}")
     shown = {}
-    for name, block in zip(names, out.strip().split("\n\n")):
+    for name, block in zip(names, out.strip().split("\n\n"), strict=False):
         shown[name] = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
     return shown
 
@@ -98,9 +98,7 @@ def listeners():
         address, _colon, port = parts[3].rpartition(":")
         pid = line.split("pid=", 1)[1].split(",", 1)[0] if "pid=" in line else ""
         if port.isdigit():
-            found.append(
-                {"address": address.strip("[]"), "port": int(port), "pid": int(pid) if pid.isdigit() else None}
-            )
+            found.append({"address": address.strip("[]"), "port": int(port), "pid": int(pid) if pid.isdigit() else None})
     return found
 
 

@@ -152,7 +152,7 @@ def difference(entry, have, want):
         "before_header": entry["path"],
         "after_header": entry["path"],
         "before": have_content if have_kind else "",
-        "after": content if kind != "directory" else "directory, mode %04o\n" % mode,
+        "after": content if kind != "directory" else f"directory, mode {mode:04o}\n",
     }
 
 
@@ -187,18 +187,18 @@ def main():
             if found is None:
                 continue
             if have[0] == "directory" and want[0] != "directory":
-                module.fail_json(msg="%s is a directory, a %s is wanted there" % (entry["path"], want[0]))
+                module.fail_json(msg="{} is a directory, a {} is wanted there".format(entry["path"], want[0]))
             diffs.append(found)
             changed.append(entry["path"])
             if not module.check_mode:
                 apply_entry(entry, *want)
     except OSError as error:
-        module.fail_json(msg="cannot write: %s" % error, changed_paths=changed)
+        module.fail_json(msg=f"cannot write: {error}", changed_paths=changed)
     systemd = any(path.startswith("/etc/systemd/") for path in changed)
     if systemd and module.params["daemon_reload"] and not module.check_mode:
         rc, _out, err = host.run(["systemctl", "daemon-reload"], timeout=60)
         if rc != 0:
-            module.fail_json(msg="systemctl daemon-reload failed: %s" % err.strip(), changed_paths=changed)
+            module.fail_json(msg=f"systemctl daemon-reload failed: {err.strip()}", changed_paths=changed)
     module.exit_json(changed=bool(changed), changed_paths=changed, diff=diffs)
 
 

@@ -119,10 +119,10 @@ def start(module, unit):
     if params["user"]:
         properties.append("User=" + params["user"])
     argv = ["systemd-run", "--quiet", "--unit", unit, *("--property=" + item for item in properties)]
-    argv += ["--setenv=%s=%s" % pair for pair in sorted(params["environment"].items())]
+    argv += ["--setenv={}={}".format(*pair) for pair in sorted(params["environment"].items())]
     rc, _out, err = host.run([*argv, "--", *params["argv"]], timeout=60)
     if rc != 0:
-        module.fail_json(msg="systemd-run %s failed: %s" % (unit, err.strip()))
+        module.fail_json(msg=f"systemd-run {unit} failed: {err.strip()}")
 
 
 def main():
@@ -176,13 +176,12 @@ def finish(module, unit):
     host.run(["systemctl", "reset-failed", unit])
     if result is None:
         module.fail_json(
-            msg="%s ended without a result (%s, exit status %s)"
-            % (unit, shown.get("Result"), shown.get("ExecMainStatus")),
+            msg="{} ended without a result ({}, exit status {})".format(unit, shown.get("Result"), shown.get("ExecMainStatus")),
             log_tail=host.tail(module.params["log"], 4096),
         )
     if result.get("error"):
         module.fail_json(
-            msg="%s: %s" % (module.params["name"], result["error"]),
+            msg="{}: {}".format(module.params["name"], result["error"]),
             result=result,
             log_tail=host.tail(module.params["log"], 4096),
         )

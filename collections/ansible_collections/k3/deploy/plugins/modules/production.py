@@ -127,7 +127,7 @@ class Production:
         }
         status, body = host.http_json(self.url + "/completion", payload, timeout=max(30, self.params["slice"]))
         if status != 200 or not isinstance(body, dict):
-            return None, "%s: %s" % (status, str(body)[:200])
+            return None, f"{status}: {str(body)[:200]}"
         return body.get("tokens") or body.get("content"), ""
 
     def busy_slots(self):
@@ -144,8 +144,7 @@ class Production:
         window = host.read_json(self.window_path)
         if window and window.get("run_id") != self.params["run_id"]:
             self.module.fail_json(
-                msg="LOCKED: the maintenance window is held by %s for run %s since %s (%s)"
-                % (
+                msg="LOCKED: the maintenance window is held by {} for run {} since {} ({})".format(
                     window.get("owner"),
                     window.get("run_id"),
                     time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(window.get("opened") or 0)),
@@ -157,11 +156,11 @@ class Production:
             return window
         shown = self.shown()
         if shown.get("LoadState") == "not-found":
-            self.module.fail_json(msg="production's unit %s does not exist on this rank" % self.unit)
+            self.module.fail_json(msg=f"production's unit {self.unit} does not exist on this rank")
         active = shown.get("ActiveState") in LIVE
         tokens, why = self.probe() if active else (None, "was not running")
         if active and tokens is None:
-            self.module.fail_json(msg="production runs but does not answer (%s): not drained" % why)
+            self.module.fail_json(msg=f"production runs but does not answer ({why}): not drained")
         window = {
             "run_id": self.params["run_id"],
             "owner": self.params["owner"],
@@ -200,16 +199,14 @@ class Production:
                 break
             waited = time.time() - opened
             if waited > self.params["drain_timeout"]:
-                self.module.fail_json(
-                    msg="production still serves %d request(s) after %d s: not stopped" % (busy, waited)
-                )
+                self.module.fail_json(msg="production still serves %d request(s) after %d s: not stopped" % (busy, waited))
             if time.monotonic() > self.end:
                 self.again("waiting for %d running request(s)" % busy, waited, self.params["drain_timeout"])
             time.sleep(0.5)
         changed = self.shown().get("ActiveState") in LIVE
         rc, _out, err = host.run(["systemctl", "stop", self.unit], timeout=120)
         if rc != 0 or self.shown().get("ActiveState") in LIVE:
-            self.module.fail_json(msg="production's %s did not stop: %s" % (self.unit, err.strip()))
+            self.module.fail_json(msg=f"production's {self.unit} did not stop: {err.strip()}")
         self.module.exit_json(changed=changed, done=True, production=window)
 
     # -- serving ------------------------------------------------------------------------------------------------
@@ -225,7 +222,7 @@ class Production:
         shown = self.shown()
         if shown.get("LoadState") == "not-found":
             if window:
-                self.module.fail_json(msg="production's unit %s is gone: bring it back by hand" % self.unit)
+                self.module.fail_json(msg=f"production's unit {self.unit} is gone: bring it back by hand")
             self.module.exit_json(changed=False, done=True, production={"note": "no production unit on this rank"})
         if window and not window.get("was_active") and shown.get("ActiveState") not in LIVE:
             if not self.module.check_mode:
@@ -238,7 +235,7 @@ class Production:
             host.run(["systemctl", "reset-failed", self.unit])
             rc, _out, err = host.run(["systemctl", "start", self.unit], timeout=120)
             if rc != 0:
-                self.module.fail_json(msg="production's %s does not start: %s" % (self.unit, err.strip()))
+                self.module.fail_json(msg=f"production's {self.unit} does not start: {err.strip()}")
         self.wait_until_it_answers()
         proof = self.prove(window)
         if window:
@@ -249,7 +246,7 @@ class Production:
         while host.http_json(self.url + "/health", timeout=3)[0] != 200:
             shown = self.shown()
             if shown.get("ActiveState") == "failed":
-                self.module.fail_json(msg="production's %s failed: see its journal on this rank" % self.unit)
+                self.module.fail_json(msg=f"production's {self.unit} failed: see its journal on this rank")
             waited = self.seconds_running(shown)
             if waited > self.params["start_timeout"]:
                 self.module.fail_json(msg="production does not answer %d s after its start" % waited)
@@ -265,12 +262,10 @@ class Production:
         """The recorded prompt must give the recorded tokens."""
         tokens, why = self.probe()
         if tokens is None:
-            self.module.fail_json(msg="production answers /health but not a prompt: %s" % why)
+            self.module.fail_json(msg=f"production answers /health but not a prompt: {why}")
         expected = (window or {}).get("tokens")
         if expected is not None and tokens != expected:
-            self.module.fail_json(
-                msg="production answers, but not as recorded before the window", tokens=tokens, recorded=expected
-            )
+            self.module.fail_json(msg="production answers, but not as recorded before the window", tokens=tokens, recorded=expected)
         return {"answers": True, "as_recorded": None if expected is None else True, "tokens": tokens}
 
 

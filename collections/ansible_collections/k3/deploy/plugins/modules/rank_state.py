@@ -101,8 +101,7 @@ def production_state(production, is_head):
     files = list(production.get("unit_files") or []) + list(production.get("binaries") or [])
     state = {
         "units": {
-            name: {"load": value.get("LoadState"), "active": value.get("ActiveState"), "pid": int(value["MainPID"])}
-            for name, value in shown.items()
+            name: {"load": value.get("LoadState"), "active": value.get("ActiveState"), "pid": int(value["MainPID"])} for name, value in shown.items()
         },
         "files": {path: host.sha256_file(path) for path in files if os.path.exists(path)},
     }
@@ -182,7 +181,7 @@ def main():
         shown = host.show_units(names)
         production = production_state(module.params["production"], module.params["is_head"])
     except OSError as error:
-        module.fail_json(msg="this rank has no usable systemd: %s" % error)
+        module.fail_json(msg=f"this rank has no usable systemd: {error}")
     units = {name: unit_state(value, root) for name, value in shown.items()}
     by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
     releases = os.path.join(root, "releases")

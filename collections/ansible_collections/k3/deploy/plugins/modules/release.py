@@ -104,7 +104,7 @@ def assemble(module, folder, files, have):
         target = os.path.join(folder, relative)
         digest = host.sha256_file(target)
         if digest != item["sha256"]:
-            raise OSError("%s: %s after the transfer, its manifest says %s" % (relative, digest, item["sha256"]))
+            raise OSError("{}: {} after the transfer, its manifest says {}".format(relative, digest, item["sha256"]))
         os.chmod(target, int(item.get("mode", "0644"), 8))
 
 
@@ -127,7 +127,7 @@ def install(module, releases, manifest, have):
         shutil.rmtree(folder + "-damaged", ignore_errors=True)
     except (OSError, tarfile.TarError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        module.fail_json(msg="release %s was not installed: %s" % (manifest["build_id"], error))
+        module.fail_json(msg="release {} was not installed: {}".format(manifest["build_id"], error))
     finally:
         if module.params["archive"] and os.path.exists(module.params["archive"]):
             os.unlink(module.params["archive"])

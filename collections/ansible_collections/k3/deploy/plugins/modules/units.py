@@ -142,7 +142,7 @@ class Starter:
         if shown.get("LoadState") == "not-found":
             if self.module.check_mode:
                 return True
-            self.module.fail_json(msg="%s is not installed on this rank" % self.name)
+            self.module.fail_json(msg=f"{self.name} is not installed on this rank")
         if shown.get("ActiveState") in LIVE:
             return False
         if self.module.check_mode:
@@ -150,7 +150,7 @@ class Starter:
         host.run(["systemctl", "reset-failed", self.name])
         rc, _out, err = host.run(["systemctl", "start", *self.params["also"], self.name], timeout=60)
         if rc != 0:
-            self.fail("systemctl start said: %s" % err.strip())
+            self.fail(f"systemctl start said: {err.strip()}")
         return True
 
     def ready(self, shown):
@@ -167,7 +167,7 @@ class Starter:
 
     def fail(self, why):
         self.module.fail_json(
-            msg="%s did not come up: %s" % (self.name, why),
+            msg=f"{self.name} did not come up: {why}",
             log_tail=host.tail(self.params["log"], 4096) if self.params["log"] else "",
             k3_logs={"head" if "head" in self.name else "worker": host.tail(self.params["log"] or "", 262144)},
         )
@@ -182,11 +182,11 @@ class Starter:
             waited = seconds_active(shown)
             if shown.get("ActiveState") not in LIVE:
                 # An rpc server exits 0 when its port is taken or its host is bad: inactive is a failure too.
-                self.fail("it ended with %s, exit status %s" % (shown.get("Result"), shown.get("ExecMainStatus")))
+                self.fail("it ended with {}, exit status {}".format(shown.get("Result"), shown.get("ExecMainStatus")))
             if self.ready(shown):
                 self.module.exit_json(changed=changed, ready=True, waited_s=waited)
             if waited > self.params["deadline"]:
-                self.fail("not ready within its deadline of %s s" % self.params["deadline"])
+                self.fail("not ready within its deadline of {} s".format(self.params["deadline"]))
             if time.monotonic() > end:
                 progress = {"phase": "start", "message": last_progress(self.params["log"]), "done": int(waited)}
                 progress["total"] = self.params["deadline"]
@@ -223,8 +223,8 @@ def stop(module):
         shown = host.show_units(stuck)
         left = [name for name in stuck if shown[name].get("ActiveState") in LIVE]
         if left:
-            pids = ", ".join("%s (pid %s)" % (name, shown[name].get("MainPID")) for name in left)
-            module.fail_json(msg="still running after SIGKILL: %s; a reboot of this rank is what is left" % pids)
+            pids = ", ".join("{} (pid {})".format(name, shown[name].get("MainPID")) for name in left)
+            module.fail_json(msg=f"still running after SIGKILL: {pids}; a reboot of this rank is what is left")
     host.run(["systemctl", "reset-failed", *running])
     module.exit_json(changed=True, stopped=running, killed=stuck, **records)
 

@@ -371,9 +371,7 @@ class Activity:
         if self.source == "metrics":
             text = self.server.get("/metrics")[1]
             found = dict(re.findall(r"^(llamacpp:\w+) ([0-9.eE+]+)$", text, re.MULTILINE))
-            busy = float(found.get("llamacpp:requests_processing", 0)) + float(
-                found.get("llamacpp:requests_deferred", 0)
-            )
+            busy = float(found.get("llamacpp:requests_processing", 0)) + float(found.get("llamacpp:requests_deferred", 0))
             return {"busy": busy > 0, "counters": tuple(int(float(found.get(name, 0))) for name in COUNTERS)}
         if self.source == "slots":
             slots = json.loads(self.server.get("/slots")[1])
@@ -398,10 +396,7 @@ class Activity:
         if self.source == "metrics":
             grown = (now["counters"][0] - before["counters"][0], now["counters"][1] - before["counters"][1])
             if grown != cost:
-                return (
-                    f"another request ran: the server counted {grown[0]} prompt and {grown[1]} generated tokens, "
-                    f"ours were {cost[0]} and {cost[1]}"
-                )
+                return f"another request ran: the server counted {grown[0]} prompt and {grown[1]} generated tokens, ours were {cost[0]} and {cost[1]}"
         if self.source == "slots":
             moved = [slot for slot, task in now["tasks"].items() if task != before["tasks"].get(slot)]
             if moved:
@@ -681,13 +676,9 @@ def own_sha256():
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Measure one llama-server with exact token-id prompts.")
-    parser.add_argument(
-        "--request", required=True, help="JSON: url, deadline_s, seed, vocab, warmup, repeats, cells, probes"
-    )
+    parser.add_argument("--request", required=True, help="JSON: url, deadline_s, seed, vocab, warmup, repeats, cells, probes")
     parser.add_argument("--result", required=True, help="where the result goes (JSON, written atomically)")
-    parser.add_argument(
-        "--progress", required=True, help="where progress goes after each request (JSON, written atomically)"
-    )
+    parser.add_argument("--progress", required=True, help="where progress goes after each request (JSON, written atomically)")
     options = parser.parse_args(argv)
     try:
         with open(options.request) as file:

@@ -124,9 +124,7 @@ class Build:
         if source["kind"] == "archive":
             self.progress("unpacking the source")
             with tarfile.open(source["path"]) as archive:
-                archive.extractall(work / "src", filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(
-                    work / "src"
-                )
+                archive.extractall(work / "src", filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(work / "src")
             tree = work / "src" / (source.get("subdir") or "")
         elif source["kind"] == "git":
             self.progress("cloning the source")
@@ -166,7 +164,15 @@ class Build:
             for language in ("C", "CXX", *(["CUDA"] if self.spec["backend"] == "cuda" else [])):
                 settings.setdefault(f"CMAKE_{language}_COMPILER_LAUNCHER", "ccache")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        return ["cmake", "-S", str(tree), "-B", str(build), *generator, *(f"-D{k}={v}" for k, v in sorted(settings.items()))]
+        return [
+            "cmake",
+            "-S",
+            str(tree),
+            "-B",
+            str(build),
+            *generator,
+            *(f"-D{k}={v}" for k, v in sorted(settings.items())),
+        ]
 
     def environment(self, tree: Path) -> dict[str, str]:
         environment = dict(os.environ)

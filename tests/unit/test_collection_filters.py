@@ -1,0 +1,175 @@
+"""The collection's filters: what reaches a unit file, and what counts as a problem of a rank."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from ansible.errors import AnsibleFilterError
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
+
+from ansible_collections.k3.deploy.plugins.action.record_block import memory_summary
+from ansible_collections.k3.deploy.plugins.filter import checks, systemd
+
+PRINTABLE = st.text(st.characters(blacklist_categories=("Cc", "Cs")))
+
+
+def systemd_unquote(line: str) -> list[str]:
+    """systemd's own reading of a double-quoted command line: escapes, then specifiers and variables."""
+    words = []
+    for word in re.findall(r'"((?:[^"\\]|\\.)*)"', line):
+        text = re.sub(r"\\(.)", r"\1", word)
+        assert not re.search(r"(?<!%)%(?:%%)*(?!%)", text), "a lone % would be a specifier"
+        words.append(text.replace("%%", "%").replace("$$", "$"))
+    return words
+
+
+@given(st.lists(PRINTABLE, min_size=1, max_size=5))
+def test_any_argument_vector_arrives_exactly_on_the_units_command_line(argv: list[str]) -> None:
+    assert systemd_unquote(systemd.systemd_exec(argv)) == argv
+
+
+@given(PRINTABLE)
+def test_any_value_arrives_exactly_through_the_environment_file(value: str) -> None:
+    line = systemd.environment_file({"NAME": value})
+    match = re.fullmatch(r'NAME="(.*)"\n', line, re.DOTALL)
+    assert match
+    assert re.sub(r'\\([\\"$`])', r"\1", match[1]) == value
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "nul\0", "tab\t", "escape\x1b[2J"])
+def test_control_characters_are_refused_not_carried_into_units(value: str) -> None:
+    with pytest.raises(AnsibleFilterError, match="control characters"):
+        systemd.systemd_exec(["program", value])
+    with pytest.raises(AnsibleFilterError, match="control characters"):
+        systemd.environment_file({"NAME": value})
+
+
+def test_a_name_that_is_no_environment_variable_is_refused() -> None:
+    with pytest.raises(AnsibleFilterError, match="not a name"):
+        systemd.environment_file({"A B": "x"})
+
+
+@pytest.fixture
+def state() -> dict:
+    """A worker rank that is fit."""
+    return {
+        "tools": {"ss": "/usr/bin/ss"},
+        "window": None,
+        "production": {"units": {"worker.service": {"load": "loaded", "active": "active", "pid": 7}}, "files": {}},
+        "listeners": [{"address": "10.0.0.2", "port": 50052, "pid": 7, "unit": None}],
+        "addresses": ["127.0.0.1", "10.0.0.2"],
+        "paths": {"/opt/k3deploy": {"free_mib": 9000}},
+        "hashes": {},
+        "units": {},
+    }
+
+
+EXPECT = {
+    "run_id": "r1",
+    "is_head": False,
+    "production": {"worker_unit": "worker.service"},
+    "processes": {"baseline": {"worker": {"argv": ["bin/w", "-p", "50053"], "listen": "10.0.0.2:50053"}}},
+    "disk_mib": 512,
+    "root": "/opt/k3deploy",
+    "tools": ["ss"],
+}
+
+
+def test_a_fit_rank_has_no_problems(state: dict) -> None:
+    assert checks.preflight_problems(state, EXPECT) == []
+
+
+def test_all_problems_of_a_rank_are_named_at_once(state: dict) -> None:
+    state["tools"] = {"ss": None}
+    state["addresses"] = ["127.0.0.1"]
+    state["paths"]["/opt/k3deploy"]["free_mib"] = 3
+    state["production"]["units"]["worker.service"]["active"] = "failed"
+    state["listeners"].append({"address": "0.0.0.0", "port": 50053, "pid": 99, "unit": None})
+    text = "\n".join(checks.preflight_problems(state, EXPECT))
+    for part in ("ss is not installed", "not an address of this rank", "3 MiB free", "is failed", "taken by pid 99"):
+        assert part in text
+
+
+def test_our_own_candidate_on_the_port_is_no_problem(state: dict) -> None:
+    unit = "k3-candidate-worker@baseline.service"
+    state["listeners"].append({"address": "10.0.0.2", "port": 50053, "pid": 9, "unit": unit})
+    assert checks.preflight_problems(state, EXPECT) == []
+
+
+def test_a_window_of_another_run_locks_and_the_own_one_does_not(state: dict) -> None:
+    state["window"] = {"run_id": "other", "owner": "x"}
+    assert checks.preflight_problems(state, EXPECT)[0].startswith("LOCKED")
+    state["window"] = {"run_id": "r1"}
+    assert checks.preflight_problems(state, EXPECT) == []
+
+
+@pytest.fixture
+def running(state: dict) -> dict:
+    """The same rank while the arm `baseline` runs as planned."""
+    state["units"] = {
+        "k3-candidate-worker@baseline.service": {
+            "active": "active",
+            "pid": 9,
+            "argv": ["/opt/k3deploy/candidates/baseline/release/bin/w", "-p", "50053"],
+            "build_id": "b-1",
+            "environment": {"GGML_CUDA_K3_FLASHKDA": "1"},
+        }
+    }
+    state["listeners"] = [{"address": "10.0.0.2", "port": 50053, "pid": 9, "unit": None}]
+    return state
+
+
+ARM = {"slug": "baseline"}
+PROCESSES = {
+    "worker": {
+        "argv": ["bin/w", "-p", "50053"],
+        "listen": "10.0.0.2:50053",
+        "environment": {"GGML_CUDA_K3_FLASHKDA": "1"},
+    }
+}
+
+
+def prove(seen: dict) -> list[str]:
+    return checks.prove_problems(seen, PROCESSES, ARM, "b-1", "/opt/k3deploy")
+
+
+def test_what_runs_as_planned_is_proven(running: dict) -> None:
+    assert prove(running) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"argv": ["other"]}, "runs as"),
+        ({"build_id": "b-2"}, "runs build b-2"),
+        ({"environment": {}}, "GGML_CUDA_K3_FLASHKDA=None"),
+        ({"active": "failed"}, "does not run"),
+        ({"pid": 10}, "held by pid 9"),
+    ],
+)
+def test_every_difference_from_the_plan_is_a_problem(running: dict, change: dict, word: str) -> None:
+    running["units"]["k3-candidate-worker@baseline.service"].update(change)
+    assert word in "\n".join(prove(running))
+
+
+def test_another_arm_that_still_runs_is_a_problem(running: dict) -> None:
+    other = copy.deepcopy(running["units"]["k3-candidate-worker@baseline.service"])
+    running["units"]["k3-candidate-worker@U2-2048.service"] = other
+    assert "of another arm runs too" in "\n".join(prove(running))
+
+
+def test_the_least_memory_is_told_apart_for_load_and_run() -> None:
+    summary = memory_summary([[1.0, 900, 5], [2.0, 700, 5], [3.0, 800, 5]], ready_at=1.5)
+    assert summary["min_available_mib"] == 700
+    assert (summary["load_min_mib"], summary["run_min_mib"], summary["min_at"]) == (900, 700, 2.0)
+
+
+def test_a_block_without_samples_says_that_nothing_is_known() -> None:
+    assert memory_summary([], None)["min_available_mib"] is None
