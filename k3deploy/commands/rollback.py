@@ -12,7 +12,7 @@ import click
 
 from k3deploy.commands.options import CONTEXT, inventory_option, json_option, live_display, print_json, warn
 from k3deploy.commands.stop import Stop
-from k3deploy.errors import ExitCode, NotRestoredError
+from k3deploy.errors import ExitCode, K3Error, NotRestoredError
 
 if TYPE_CHECKING:
     from k3deploy.runner import RunResult
@@ -78,8 +78,19 @@ def not_restored(inventory: Path, restoration: Restoration) -> NotRestoredError:
     details = "\n".join(f"  {line}" for problem in restoration.problems for line in problem.splitlines())
     return NotRestoredError(
         f"PRODUCTION IS NOT PROVEN TO BE BACK on {inventory}\n{details}",
-        remedy=f"see `k3deploy status -i {inventory}`, mend what is named above, then `k3deploy rollback -i {inventory}`",
+        remedy=f"`k3deploy status -i {inventory}` shows the ranks; mend what is named above, then\n"
+        f"  `k3deploy rollback -i {inventory}`",
     )
+
+
+def _cluster(inventory: Path) -> str:
+    from k3deploy import inventory as inventories
+
+    try:
+        return inventories.load(inventory).name
+    except K3Error:
+        # An inventory that no longer validates must not keep production down.
+        return str(inventory.resolve())
 
 
 @click.command(epilog=EPILOG, context_settings=CONTEXT)
@@ -95,8 +106,7 @@ def rollback(inventory: Path, as_json: bool) -> int:
             progress.note("production is being brought back; press Ctrl-C again to leave that undone")
 
     progress = Progress(sys.stderr, live=live_display())
-    # Not the cluster's name: an inventory that no longer validates must not keep production down.
-    with lock(str(inventory.resolve()), "rollback"), Stop(on_signal) as stop, progress:
+    with lock(_cluster(inventory), "rollback"), Stop(on_signal) as stop, progress:
         stop.restart(patience=2)
         restoration = restore(inventory, progress.event, stop.requested)
     if as_json:

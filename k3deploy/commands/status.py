@@ -42,7 +42,7 @@ def status(inventory: Path, as_json: bool) -> int:
 def gather(inventory: Path) -> dict[str, Any]:
     """Read every rank in one playbook run.
 
-    Returns ``{ranks: {host: rank_state}, problems: {host: why it cannot be read}, production: {answers, ...}, window}``.
+    Returns ``{ranks: {host: rank_state}, problems: {host: why not read}, production: {answers, units}, window}``.
     """
     from k3deploy.runner import run_playbook
 

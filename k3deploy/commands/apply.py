@@ -1,0 +1,289 @@
+"""`k3deploy apply`: from a candidate's name to a verdict, with production back at the end whatever happens."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from k3deploy.commands import judging, planning
+from k3deploy.commands.options import (
+    CONTEXT,
+    CandidateType,
+    RunType,
+    UsageProblem,
+    interactive,
+    inventory_option,
+    json_option,
+    live_display,
+    matrix_option,
+    runs_option,
+    warn,
+)
+from k3deploy.commands.rollback import not_restored, restore
+from k3deploy.commands.stop import Stop
+from k3deploy.errors import ExitCode, InterruptedRun, K3Error, LockedError, PreflightError
+
+if TYPE_CHECKING:
+    from k3deploy.commands.planning import Planned
+    from k3deploy.progress import Progress
+    from k3deploy.runner import RunResult
+    from k3deploy.store import Run, Store
+
+# What happens in these phases touches nothing of production: when one of them fails there is nothing to bring back.
+_HARMLESS = frozenset(("preflight", "build", "install"))
+_LAB = "lab"
+
+EPILOG = """\b
+Examples:
+  k3deploy apply candidate-U2                          on the lab
+  k3deploy apply candidate-U2@3072                     one value of a sweep
+  k3deploy apply candidate-U2+U6 -i inventory/gb10     rows together, on the real cluster
+  k3deploy apply candidate-U9 --check                  what would change on the ranks; changes nothing
+  k3deploy apply --resume latest                       go on where a run was stopped
+  k3deploy apply candidate-U2 -i inventory/gb10 --yes --reason "ticket 4711" --pairs 6
+
+Ctrl-C once stops the work and brings production back. The exit code is the verdict: 0 ACCEPT, 10 REJECT,
+11 INCONCLUSIVE, 12 INVALID; 20 means that production is not back. All codes: k3deploy --help."""
+
+
+@click.command(epilog=EPILOG, context_settings=CONTEXT)
+@click.argument("candidate", type=CandidateType(), required=False)
+@inventory_option
+@matrix_option
+@runs_option
+@click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
+@click.option(
+    "--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: those that the gates need]"
+)
+@click.option("--resume", type=RunType(), help="Go on with this run (an id, or latest); measured blocks are kept.")
+@click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
+@click.option("--reason", default="", help="Why; kept with the run and shown to whoever meets the window.")
+@json_option
+@click.pass_context
+def apply(
+    ctx: click.Context,
+    candidate: str | None,
+    inventory: Path,
+    matrix_dir: Path | None,
+    runs: Path,
+    pairs: int | None,
+    cells: str | None,
+    resume: str | None,
+    check: bool,
+    yes: bool,
+    reason: str,
+    as_json: bool,
+) -> int:
+    """Build CANDIDATE, drain production, measure candidate and baseline in pairs, judge, and put production back."""
+    from k3deploy.plan import render_run_layer
+    from k3deploy.store import Store, lock
+
+    store = Store(runs)
+    options: dict[str, Any] = {"pairs": pairs, "cells": planning.split_cells(cells)}
+    run: Run | None = None
+    if resume is not None:
+        run = store.load(resume)
+        candidate, inventory, options = _as_before(ctx, run, candidate, inventory, options)
+    elif candidate is None:
+        raise UsageProblem("which candidate?", remedy="k3deploy matrix lists them; k3deploy apply candidate-U2")
+    planned = planning.make(candidate, inventory, matrix_dir, options["pairs"], options["cells"])
+    if check:
+        return _check(planned, candidate, render_run_layer(planned.plan))
+    with lock(planned.cluster.name, f"apply {candidate}"):
+        _confirm(planned, store, run, yes)
+        layer, tool = render_run_layer(planned.plan), planning.tool_identity()
+        if run is not None:
+            store.resume(run, planned.mapping, layer, tool)
+        else:
+            run = store.create(
+                candidate,
+                planned.mapping,
+                layer,
+                cluster=planned.cluster.name,
+                inventory=inventory,
+                tool=tool,
+                options=options,
+                reason=reason,
+            )
+        return carry_out(run, inventory, planned.mapping, as_json=as_json)
+
+
+def _as_before(
+    ctx: click.Context, run: Run, candidate: str | None, inventory: Path, options: Mapping[str, Any]
+) -> tuple[str, Path, dict[str, Any]]:
+    """A resumed run's own candidate, inventory and options, where the command line does not name others."""
+    if candidate is not None and candidate != run.candidate:
+        raise UsageProblem(f"{run.id} is of {run.candidate}, not of {candidate}", remedy="leave the candidate out")
+    if ctx.get_parameter_source("inventory") is ParameterSource.DEFAULT:
+        inventory = Path(run.inventory)
+    return run.candidate, inventory, {key: value or run.options.get(key) for key, value in options.items()}
+
+
+def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bool = False) -> int:
+    """Run the playbook, bring production back if that did not end well, judge what was measured; the exit code."""
+    from k3deploy.progress import Progress
+    from k3deploy.runner import run_playbook
+
+    def on_signal(count: int) -> None:
+        progress.note(_signal_words(count, bringing_back, run, inventory))
+
+    bringing_back = False
+    progress = Progress(sys.stderr, run.events, live=live_display(), blocks=[block["arm"] for block in plan["blocks"]])
+    warn(f"run {run.id}", "cyan")
+    with Stop(on_signal) as stop, progress:
+        started = time.monotonic()
+        result = run_playbook("apply", [inventory, run.layer], {}, progress.event, stop.requested, run.path / "logs")
+        _account(progress, "apply", result, time.monotonic() - started)
+        if not result.ok:
+            progress.finish("stopped" if result.status == "canceled" else "failed")
+        locked = next((failure for failure in result.failures if "LOCKED:" in failure.message), None)
+        if not result.ok and locked is None and any(phase.name not in _HARMLESS for phase in progress.phases):
+            bringing_back = True
+            stop.restart(patience=2)
+            progress.note("bringing production back")
+            restoration = restore(inventory, progress.event, stop.requested, run.path / "logs")
+            _account(progress, "rollback", restoration.result, time.monotonic() - started)
+            if not restoration.ok:
+                raise not_restored(inventory, restoration)
+            progress.note(restoration.words)
+        outcome = None
+        if run.blocks:
+            progress.phase("judge", "gates on what was measured")
+            outcome = judging.conclude(run)
+    for error in result.handler_errors[:3]:
+        warn(f"the progress display failed: {error}")
+    if outcome is not None:
+        judging.show(outcome, run, as_json=as_json)
+    if locked is not None:
+        raise LockedError(locked.message.partition("LOCKED:")[2].strip(), remedy="wait for that run, or ask its owner")
+    if not result.ok:
+        raise _failure(result, progress, run)
+    if outcome is None:
+        raise K3Error("the playbook ended well but recorded no block", remedy=f"see {result.log}")
+    return int(outcome.exit_code)
+
+
+def _failure(result: RunResult, progress: Progress, run: Run) -> K3Error:
+    """What went wrong, as the error whose exit code says it."""
+    kept = f"{len(run.blocks)} measured block(s) are kept; go on with: k3deploy apply --resume {run.id}"
+    if result.status == "canceled":
+        return InterruptedRun("stopped as asked", remedy=kept)
+    found = [*result.unreachable, *result.failures]
+    lines = "\n".join(f"  {line}" for failure in found for line in str(failure).splitlines())
+    phase = next((phase.name for phase in progress.phases if phase.state == "failed"), "apply")
+    if phase == "preflight":
+        return PreflightError(
+            f"preflight: not fit, nothing was changed\n{lines}", remedy=f"Ansible's words: {result.log}"
+        )
+    return K3Error(f"{phase} failed\n{lines}", remedy=f"Ansible's words: {result.log}\n  {kept}")
+
+
+def _account(progress: Progress, playbook: str, result: RunResult, elapsed: float) -> None:
+    progress.record(
+        event="playbook_end",
+        playbook=playbook,
+        status=result.status,
+        rc=result.rc,
+        tasks=result.task_count,
+        round_trips=result.round_trips,
+        elapsed_s=round(elapsed, 3),
+    )
+
+
+def _signal_words(count: int, bringing_back: bool, run: Run, inventory: Path) -> str:
+    by_hand = f"k3deploy rollback -i {inventory}"
+    if not bringing_back:
+        if count == 1:
+            return "stopping: the work ends, then production is brought back"
+        return f"still stopping run {run.id}; production comes back next. By hand, if need be: {by_hand}"
+    return f"production is being brought back; once more leaves that undone, to be finished by: {by_hand}"
+
+
+def _check(planned: Planned, candidate: str, layer: Mapping[str, Any]) -> int:
+    """``apply.yml --check --diff`` with a run layer that is thrown away."""
+    from k3deploy.progress import Progress
+    from k3deploy.runner import run_playbook
+    from k3deploy.store import Store
+
+    with tempfile.TemporaryDirectory(prefix="k3deploy-check-") as place:
+        run = Store(Path(place)).create(
+            candidate,
+            planned.mapping,
+            layer,
+            cluster=planned.cluster.name,
+            inventory=planned.inventory,
+            tool={},
+            options={},
+            reason="check",
+        )
+        asked: list[int] = []
+        with Stop(asked.append) as stop, Progress(sys.stderr, live=live_display()) as progress:
+            result = run_playbook(
+                "apply",
+                [planned.inventory, run.layer],
+                {},
+                progress.event,
+                stop.requested,
+                run.path,
+                check=True,
+                diff=True,
+            )
+        if result.log is not None:
+            click.echo(result.log.read_text(encoding="utf-8"))
+    if result.status == "canceled":
+        raise InterruptedRun("stopped as asked; a check changes nothing")
+    if not result.ok:
+        found = [*result.unreachable, *result.failures]
+        raise PreflightError(
+            "\n".join(["the check failed; nothing was changed", *(f"  {failure}" for failure in found)])
+        )
+    changed = {host: count for host, count in result.stats.get("changed", {}).items() if count}
+    words = ", ".join(f"{host} {count}" for host, count in sorted(changed.items()))
+    warn(f"would change (tasks): {words}" if changed else "would change nothing", "green")
+    return int(ExitCode.OK)
+
+
+def _confirm(planned: Planned, store: Store, run: Run | None, yes: bool) -> None:
+    """Ask before production is drained. Without a terminal, go on only with --yes or on the lab."""
+    cluster = planned.cluster
+    if yes or (cluster.name == _LAB and not interactive()):
+        return
+    blocks: Sequence[Any] = planned.mapping["blocks"]
+    left = len(blocks) - (len(run.blocks) if run is not None else 0)
+    what = (
+        f"This drains {cluster.production.head_unit} on {cluster.head.name} of cluster {cluster.name} "
+        f"({len(cluster.ranks)} ranks) for {left} block(s), {_expected(store, cluster.name, left)}."
+    )
+    if not interactive():
+        raise UsageProblem(f"{what} There is no terminal to ask on.", remedy="add --yes if that is what you want")
+    click.echo(what, err=True)
+    click.confirm("Go on?", abort=True, err=True)
+
+
+def _expected(store: Store, cluster: str, blocks: int) -> str:
+    """How long that many blocks took on this cluster before."""
+    import json
+
+    from k3deploy.progress import duration
+
+    seconds: list[float] = []
+    for run in store.runs():
+        if run.cluster != cluster or len(seconds) > 20:
+            continue
+        for path in run.blocks:
+            try:
+                record = json.loads(path.read_text(encoding="utf-8"))
+                seconds.append(float(record["ended"]) - float(record["started"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # a record that is not readable says nothing about time
+    if not seconds:
+        return "for how long is not known yet: no block was measured on this cluster so far"
+    return f"about {duration(sum(seconds) / len(seconds) * blocks)} by earlier runs"

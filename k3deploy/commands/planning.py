@@ -1,0 +1,63 @@
+"""From a candidate's name to a plan: the step that apply and plan share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3deploy.inventory import Cluster
+    from k3deploy.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan beside the cluster that it is for; ``mapping`` is the plan as JSON data."""
+
+    inventory: Path
+    cluster: Cluster
+    plan: Plan
+    mapping: dict[str, Any]
+
+
+def make(
+    candidate: str,
+    inventory: Path,
+    matrix_dir: Path | None,
+    pairs: int | None = None,
+    cells: Sequence[str] = (),
+) -> Planned:
+    """Load matrix and inventory and resolve the plan; raises ``K3Error``. Contacts no rank."""
+    from k3deploy import inventory as inventories
+    from k3deploy.matrix import Matrix
+    from k3deploy.plan import make_plan
+
+    cluster = inventories.load(inventory)
+    matrix = Matrix.load(matrix_dir or Path(cluster.matrix))
+    options: dict[str, Any] = {} if pairs is None else {"pairs": pairs}
+    plan = make_plan(matrix, cluster, candidate, cells=list(cells) or None, **options)
+    # Absolute, so that a run resumed from another working directory has the same plan.
+    plan = plan.model_copy(update={"inventory": str(inventory.resolve())})
+    return Planned(inventory, cluster, plan, plan.model_dump(mode="json"))
+
+
+def split_cells(text: str | None) -> list[str]:
+    """``pp2048,tg100`` as a list; empty when nothing is named."""
+    return [cell.strip() for cell in (text or "").split(",") if cell.strip()]
+
+
+def tool_identity() -> dict[str, str]:
+    """What of k3deploy itself could change the numbers: its version and the harness that measures."""
+    import hashlib
+
+    from k3deploy import __version__
+    from k3deploy.paths import find_playbook
+
+    harness = (
+        find_playbook("apply").parent.parent
+        / "collections/ansible_collections/k3/deploy/roles/benchmark/files/k3_bench.py"
+    )
+    found = hashlib.sha256(harness.read_bytes()).hexdigest() if harness.is_file() else "not in this checkout"
+    return {"version": __version__, "harness_sha256": found}
