@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -189,7 +190,7 @@ class Lab:
         return volumes
 
     def _pin_host_keys(self, changes: list[str]) -> None:
-        """Wait for boot; let our key in; fetch each rank's public host key through the engine, never over the network."""
+        """Wait for boot, let our key in, and fetch each rank's host key: through the engine, never over the network."""
         public = shlex.quote(self.config.private_key.with_suffix(".pub").read_text().strip())
         script = (
             f"umask 077; mkdir -p /root/.ssh; echo {public} > /root/.ssh/authorized_keys\n"
@@ -198,7 +199,7 @@ class Lab:
 
         def settle(rank: Rank) -> tuple[str, str, str]:
             said = self.engine.execute(rank, script)
-            state, failed, key = (said.splitlines() + ["", "", ""])[:3]
+            state, failed, key = [*said.splitlines(), "", "", ""][:3]
             return state, failed, " ".join(key.split()[:2])
 
         with ThreadPoolExecutor(len(self.config.ranks)) as pool:
@@ -227,14 +228,15 @@ class Lab:
         """
         config = self.config
         with self._locked():
-            if purge and self.engine.is_prepared() and (others := self.engine.other_labs()):
-                raise LockedError(
-                    f"other labs use the cache: {', '.join(sorted(others))}", remedy="take those down first"
-                )
             self._close_connections()
             image.discard_unfinished(config, self.engine)
-            if self.decision.engine in _installed(self.decision):
+            self.engine.end_calls()
+            if self.engine.is_installed():
                 self.engine.prepare()
+                if purge and (others := self.engine.other_labs()):
+                    raise LockedError(
+                        f"other labs use the image: {', '.join(sorted(others))}", remedy="take those down first"
+                    )
                 containers = {*self.engine.containers(), *(rank.container for rank in config.ranks)}
                 progress("removing the ranks and their bridge")
                 self.engine.remove(*sorted(containers))
@@ -243,9 +245,10 @@ class Lab:
                     progress("removing the image and its cache")
                     image.purge_cache(config, self.engine)
                 self.engine.clear()
-            for leftover in (config.known_hosts, config.ssh_config, config.private_key):
-                leftover.unlink(missing_ok=True)
-            run(["rm", "-rf", "--", str(config.state_dir)])
+                if purge:
+                    self.engine.remove_storage()
+            if config.state_dir.exists():
+                shutil.rmtree(config.state_dir)
             progress("lab is down")
 
     def _close_connections(self) -> None:
@@ -258,8 +261,7 @@ class Lab:
 
     def status(self) -> LabStatus:
         """How the lab is now; quick, and without changing anything."""
-        there = self.engine.decision.engine in _installed(self.decision) and self.engine.is_prepared()
-        containers = self.engine.containers() if there else {}
+        containers = self.engine.containers() if self.engine.is_usable() else {}
 
         def look(rank: Rank) -> RankStatus:
             container = containers.get(rank.container)
@@ -281,7 +283,7 @@ class Lab:
         )
 
     def inventories(self) -> list[str]:
-        """What to give to -i: inventory/lab, and a layer over it when this lab's addresses are not the ones in there."""
+        """What to give to -i: inventory/lab, and a layer over it when this lab has other addresses."""
         standard = self.config.name == DEFAULT_NAME and str(self.config.subnet) == DEFAULT_SUBNET
         return ["inventory/lab"] if standard else ["inventory/lab", str(self.config.inventory_dir)]
 
@@ -315,13 +317,6 @@ class Lab:
                     remedy="wait for it, or give this lab another name with K3DEPLOY_LAB",
                 ) from held
             yield
-
-
-def _installed(decision: Decision) -> set[str]:
-    """The engine of the decision, when it is there at all (it may be one that `up` would install)."""
-    import shutil
-
-    return {decision.engine} if shutil.which(decision.engine) else set()
 
 
 def _write_if_changed(path: Path, text: str, mode: int = 0o600) -> bool:

@@ -15,7 +15,7 @@ DEFAULT_NAME = "k3lab"
 DEFAULT_SUBNET = "10.77.53.0/24"
 RANK_COUNT = 4
 _FIRST_RANK_HOST = 10  # rank0 is .10 of the subnet, rank1 .11, ...
-_NAME = re.compile(r"[a-z][a-z0-9]{0,19}")  # a prefix of container names, bridge names and directories
+_NAME = re.compile(r"[a-z][a-z0-9]{0,11}")  # a prefix of names, also of the bridge's (the kernel allows 15 characters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class LabConfig:
     state_dir: Path  # keys, known_hosts, ssh_config: private to the user
     cache_dir: Path  # shared by all labs of the user: images, models/, src/, ccache/
     run_dir: Path  # root's: the private mount namespace; gone after a reboot, as the namespace is
+    data_dir: Path  # root's: podman's storage, where it cannot share the host's
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -57,6 +58,11 @@ class LabConfig:
                 return rank
         valid = ", ".join(rank.name for rank in self.ranks)
         raise K3Error(f"no rank {name!r} in the lab; valid: {valid}")
+
+    @property
+    def bridge(self) -> str:
+        """The network interface of the lab on the host."""
+        return f"{self.name}-br"
 
     @property
     def private_key(self) -> Path:
@@ -92,7 +98,7 @@ def lab_config(environ: Mapping[str, str]) -> LabConfig:
     """Read HOME, XDG_STATE_HOME, XDG_CACHE_HOME, K3DEPLOY_LAB (name) and K3DEPLOY_LAB_SUBNET (CIDR)."""
     name = environ.get("K3DEPLOY_LAB") or DEFAULT_NAME
     if not _NAME.fullmatch(name):
-        raise K3Error(f"K3DEPLOY_LAB={name!r}: valid is a lower-case letter, then at most 19 letters or digits")
+        raise K3Error(f"K3DEPLOY_LAB={name!r}: valid is a lower-case letter, then at most 11 letters or digits")
     wanted = environ.get("K3DEPLOY_LAB_SUBNET") or _default_subnet(name)
     try:
         subnet = ipaddress.IPv4Network(wanted)
@@ -109,4 +115,5 @@ def lab_config(environ: Mapping[str, str]) -> LabConfig:
         state_dir=state / "k3deploy" / "labs" / name,
         cache_dir=cache / "k3deploy",
         run_dir=Path("/run/k3deploy") / name,
+        data_dir=Path("/var/lib/k3deploy") / name,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Literal
 from k3deploy.errors import K3Error
 from k3deploy.lab.config import LabConfig, Rank
 from k3deploy.lab.host import Decision
-from k3deploy.lab.process import run
+from k3deploy.lab.process import kill_matching, run
 
 LABEL = "k3deploy.lab"
 RECIPE_LABEL = "k3deploy.lab.recipe"
@@ -53,7 +55,17 @@ class Engine:
             prefix += ["nsenter", f"--mount={self._namespace}", "--wd=/"]
         if containers_conf(self.decision):
             prefix += ["env", f"CONTAINERS_CONF={self._containers_conf}"]
-        return [*prefix, self.decision.engine, *arguments]
+        return [*prefix, self.decision.engine, *self._own_storage(), *arguments]
+
+    def _own_storage(self) -> list[str]:
+        """Storage apart from the host's podman: what is mounted in the private namespace is not, to that one."""
+        if not self.decision.private_cgroup:
+            return []
+        data, runtime = self.config.data_dir, self.config.run_dir
+        return [
+            *("--root", str(data / "storage"), "--runroot", str(runtime / "storage")),
+            *("--tmpdir", str(runtime / "libpod"), "--network-config-dir", str(data / "networks")),
+        ]
 
     def call(self, *arguments: str, check: bool = True, stdin: str = "", timeout_s: float = 120.0) -> str:
         return run(self.argv(*arguments), check=check, stdin=stdin, timeout_s=timeout_s).stdout
@@ -63,12 +75,22 @@ class Engine:
 
     # -- the ground that containers stand on ---------------------------------------------------------------------
 
+    def is_installed(self) -> bool:
+        """Whether the engine is there at all: `decide` may have chosen one that `up` will install."""
+        return shutil.which(self.decision.engine) is not None
+
+    def is_usable(self) -> bool:
+        """Whether the engine can be called as things stand, without preparing anything."""
+        conf_missing = containers_conf(self.decision) and not self._containers_conf.exists()
+        return self.is_installed() and not conf_missing and self._has_namespace()
+
     def prepare(self) -> None:
         """Write containers.conf and make the private namespace, where this host needs them."""
         conf = containers_conf(self.decision)
         if conf:
+            self.config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._containers_conf.write_text(conf)
-        if self.decision.private_cgroup and not self.is_prepared():
+        if self.decision.private_cgroup and not self._has_namespace():
             self._clear_namespace()
             folder = str(self._namespace.parent)
             run([*self.root, "mkdir", "-p", folder])
@@ -76,17 +98,24 @@ class Engine:
             run([*self.root, "mount", "--bind", folder, folder])
             run([*self.root, "mount", "--make-private", folder])
             run([*self.root, "touch", str(self._namespace)])
-            run(
-                [*self.root, "unshare", f"--mount={self._namespace}", "--propagation", "private"]
-                + ["mount", "-t", "cgroup2", "cgroup2", "/sys/fs/cgroup"]
-            )
+            within = ("unshare", f"--mount={self._namespace}", "--propagation", "private")
+            run([*self.root, *within, "mount", "-t", "cgroup2", "cgroup2", "/sys/fs/cgroup"])
 
-    def is_prepared(self) -> bool:
-        """Whether engine calls can work at all: the private namespace exists where one is needed."""
+    def _has_namespace(self) -> bool:
+        """Whether the private namespace exists, where one is needed."""
         if not self.decision.private_cgroup:
             return True
         enter = [*self.root, "nsenter", f"--mount={self._namespace}", "--wd=/"]
         return run([*enter, "test", "-e", "/sys/fs/cgroup/cgroup.controllers"], check=False).returncode == 0
+
+    def end_calls(self) -> None:
+        """Kill engine calls that a killed `up` left running: they would make what `down` is about to remove."""
+        names = {self.config.name, *(rank.container for rank in self.config.ranks)}
+
+        def is_ours(argv: list[str]) -> bool:
+            return Path(argv[0]).name == self.decision.engine and not names.isdisjoint(argv)
+
+        kill_matching(is_ours, root=self.root)
 
     def clear(self) -> None:
         """Take the ground away again: leaves no mount, no namespace, no process in it."""
@@ -135,7 +164,7 @@ class Engine:
         self.call("import", str(archive), reference, timeout_s=600)
 
     def remove_image(self, reference: str) -> None:
-        self.succeeds("rmi", "--force", reference)
+        self.succeeds("rmi", reference)
 
     # -- the network ---------------------------------------------------------------------------------------------
 
@@ -147,6 +176,18 @@ class Engine:
         quiet = ("--disable-dns",) if self.decision.engine == "podman" else ()
         labels = ("--label", f"{LABEL}={self.config.name}")
         self.call("network", "create", *quiet, *labels, "--subnet", str(self.config.subnet), self.config.name)
+        if self.decision.private_cgroup:
+            # Podman names bridges by counting those that it knows: two storages can count to the same name.
+            description = self.config.data_dir / "networks" / f"{self.config.name}.json"
+            name = f's/"network_interface": "[^"]*"/"network_interface": "{self.config.bridge}"/'
+            run([*self.root, "sed", "-i", name, str(description)])
+
+    def remove_storage(self) -> None:
+        """Remove what the lab's own podman keeps, image included; the host's storage is left alone."""
+        if self.decision.private_cgroup:
+            run([*self.root, "rm", "-rf", "--one-file-system", str(self.config.data_dir)])
+            parent = str(self.config.data_dir.parent)
+            run([*self.root, "rmdir", "--ignore-fail-on-non-empty", parent], check=False)
 
     def remove_network(self) -> None:
         if self.network_exists():
@@ -241,8 +282,6 @@ def containers_conf(decision: Decision) -> str:
 
 def subnet_conflicts(config: LabConfig) -> list[str]:
     """Routes of this host that overlap the lab's subnet, as text."""
-    import ipaddress
-
     routes = json.loads(run(["ip", "-json", "-4", "route"]).stdout or "[]")
     found = []
     for route in routes:

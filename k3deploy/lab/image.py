@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from k3deploy.errors import K3Error
 from k3deploy.lab.config import LabConfig
 from k3deploy.lab.engine import Engine
-from k3deploy.lab.process import run
+from k3deploy.lab.process import kill_matching, run
 
 RELEASE = "bookworm"
 BASE_IMAGE = "docker.io/library/debian:12"
@@ -41,7 +40,7 @@ RANK_PACKAGES = (
 BUILDER_PACKAGES = ("build-essential", "cmake", "ninja-build", "ccache", "libibverbs-dev", "patch", "git")
 _EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 
-# Runs inside the new root. Host keys belong to a rank, not to the image: each container makes its own before ssh starts.
+# Runs inside the new root. Host keys belong to a rank, not to the image: each makes its own before ssh starts.
 _SETUP = """\
 #!/bin/sh
 set -eu
@@ -186,28 +185,9 @@ def _bootstrap(config: LabConfig, engine: Engine, archive: Path) -> None:
 def discard_unfinished(config: LabConfig, engine: Engine) -> None:
     """Stop an image build that lost its parent, and remove its files."""
     work = work_dir(config)
-    for process in _processes_naming(str(work)):
-        run([*engine.root, "kill", "-9", str(process)], check=False)
-    deadline = time.monotonic() + 10
-    while _processes_naming(str(work)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    kill_matching(lambda argv: "mmdebstrap" in argv and f"TMPDIR={work}" in argv, root=engine.root)
     if work.exists():
         run([*engine.root, "rm", "-rf", "--one-file-system", str(work)])
-
-
-def _processes_naming(path: str) -> list[int]:
-    """Process ids of other processes whose command line holds ``path``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            command = (folder / "cmdline").read_bytes()
-        except OSError:  # it ended while we looked
-            continue
-        if path.encode() in command:
-            found.append(int(folder.name))
-    return found
 
 
 def purge_cache(config: LabConfig, engine: Engine) -> None:
@@ -216,5 +196,3 @@ def purge_cache(config: LabConfig, engine: Engine) -> None:
     for folder in (config.cache_dir / "images", config.cache_dir / "debs"):
         if folder.exists():
             run([*engine.root, "rm", "-rf", "--one-file-system", str(folder)])
-    if config.cache_dir.exists() and not any(config.cache_dir.iterdir()):
-        shutil.rmtree(config.cache_dir)

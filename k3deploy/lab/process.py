@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from k3deploy.errors import K3Error
 
@@ -33,3 +35,26 @@ def run(
         said = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-_TAIL_LINES:])
         raise K3Error(f"exit {done.returncode}: {shlex.join(argv)}\n{said}")
     return done
+
+
+def matching(wanted: Callable[[list[str]], bool]) -> list[int]:
+    """Process ids whose command line, as a list of arguments, is ``wanted``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # it ended while we looked
+            continue
+        if command and wanted([part.decode(errors="replace") for part in command.rstrip(b"\0").split(b"\0")]):
+            found.append(int(folder.name))
+    return found
+
+
+def kill_matching(wanted: Callable[[list[str]], bool], *, root: Sequence[str], timeout_s: float = 10.0) -> None:
+    """Kill (SIGKILL) what ``matching`` finds and wait until it is gone; ``root`` makes a command run as root."""
+    deadline = time.monotonic() + timeout_s
+    while (found := matching(wanted)) and time.monotonic() < deadline:
+        run([*root, "kill", "-9", *map(str, found)], check=False)
+        time.sleep(0.05)
