@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -72,6 +72,25 @@ class Phase:
     ranks: dict[str, RankState] = field(default_factory=dict)
 
 
+class _Lenient:
+    """A stream whose reader may go (a terminal that hangs up) without ending the run."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Progress:
     """Feed it events (from any thread); it shows and records them. Use as a context manager.
 
@@ -91,7 +110,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phases: list[Phase] = []
-        self._stream = stream
+        self._stream = _Lenient(stream)
         self._events_path = events
         self._events: IO[str] | None = None
         self._wants_live = live
@@ -115,7 +134,7 @@ class Progress:
             from rich.console import Console
             from rich.live import Live
 
-            self._console = Console(file=self._stream, highlight=False)
+            self._console = Console(file=cast("IO[str]", self._stream), highlight=False)
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
         else:
@@ -256,10 +275,8 @@ class Progress:
         if self._wants_live:
             return
         self._last_line = self._clock()
-        # The reader of the stream may have gone; the run has not.
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(f"{datetime.now():%H:%M:%S} {text}\n")
-            self._stream.flush()
+        self._stream.write(f"{datetime.now():%H:%M:%S} {text}\n")
+        self._stream.flush()
 
     def _tick(self) -> None:
         while not self._stop.wait(0.5):

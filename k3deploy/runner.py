@@ -361,10 +361,9 @@ def _message(result: Mapping[str, Any]) -> str:
     items = [item for item in result.get("results") or [] if isinstance(item, Mapping) and item.get("failed")]
     if items:
         return "; ".join(_message(item) for item in items)
-    problems = result.get("problems")
-    if isinstance(problems, list) and problems:
-        return "\n".join(str(problem) for problem in problems)
     message = result.get("msg") or result.get("reason") or ""
+    if isinstance(message, list):
+        message = "\n".join(str(line) for line in message)
     parts = [message if isinstance(message, str) else json.dumps(message)]
     for stream in ("log_tail", "stderr", "module_stderr", "stdout", "module_stdout"):
         text = str(result.get(stream) or "").strip()

@@ -1,4 +1,4 @@
-"""The story of apply with real ansible-runner: whatever happens, production comes back and the exit code says what was."""
+"""The story of apply with real ansible-runner: production comes back whatever happens, and the exit code tells."""
 
 from __future__ import annotations
 

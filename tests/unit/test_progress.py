@@ -134,13 +134,18 @@ def test_terminal_escapes_from_a_rank_are_defused(clock: Clock, stream: io.Strin
     assert printable("naïve 東\tx\n") == "naïve 東\tx\n"
 
 
-def test_a_reader_that_has_gone_does_not_end_the_run(clock: Clock) -> None:
-    class Broken(io.StringIO):
+@pytest.mark.parametrize("live", [False, True])
+def test_a_terminal_that_has_hung_up_does_not_end_the_run(
+    clock: Clock, live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
         def write(self, _: str) -> int:
-            raise BrokenPipeError
+            raise OSError(5, "Input/output error")
 
-    with Progress(Broken(), clock=clock) as progress:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(Gone(), live=live, clock=clock) as progress:
         progress.event(play("Build | x"))
+        progress.note("stopping")
     assert progress.phases[0].state == "done"
 
 

@@ -118,6 +118,17 @@ def test_every_problem_of_a_result_is_kept(play: Play) -> None:
     assert [f.message for f in result.failures] == ["bad memory; bad disk"]
 
 
+def test_a_list_of_problems_is_shown_line_by_line(play: Play) -> None:
+    result = play(
+        """
+- name: Judge
+  ansible.builtin.assert: {that: false, fail_msg: [no memory, no disk]}
+""",
+        limit="rank0",
+    )
+    assert [failure.message for failure in result.failures] == ["no memory\nno disk"]
+
+
 def test_ignored_failures_are_not_failures(play: Play) -> None:
     result = play(
         """
