@@ -126,7 +126,7 @@ def running(state: dict) -> dict:
     return state
 
 
-ARM = {"slug": "baseline"}
+ARM = {"slug": "baseline", "build_key": "b"}
 PROCESSES = {
     "worker": {
         "argv": ["bin/w", "-p", "50053"],
@@ -157,6 +157,11 @@ def test_what_runs_as_planned_is_proven(running: dict) -> None:
 def test_every_difference_from_the_plan_is_a_problem(running: dict, change: dict, word: str) -> None:
     running["units"]["k3-candidate-worker@baseline.service"].update(change)
     assert word in "\n".join(prove(running))
+
+
+def test_a_head_whose_release_is_of_another_build_key_is_a_problem(running: dict) -> None:
+    problems = checks.prove_problems(running, PROCESSES, {**ARM, "build_key": "c"}, "b-1", "/opt/k3deploy")
+    assert "planned was a build of c" in "\n".join(problems)
 
 
 def test_another_arm_that_still_runs_is_a_problem(running: dict) -> None:

@@ -92,10 +92,13 @@ def _process_problems(unit, name, wanted, slug, root, build_id):
 def prove_problems(state, processes, arm, build_id, root):
     """Whether what runs on a rank is what was planned: argv, environment, build, and who holds each endpoint.
 
-    state: k3.deploy.rank_state while the arm runs. processes: this rank's planned processes of the arm. Returns sentences.
+    state: k3.deploy.rank_state while the arm runs. processes: this rank's planned processes of the arm. build_id: the head's, which every rank
+    must share: the protocol itself does not notice a worker of another build. Returns sentences.
     """
-    problems = []
     slug = arm["slug"]
+    problems = []
+    if not (build_id or "").startswith(arm["build_key"] + "-"):
+        problems.append(f"the head's release of {slug} is {build_id}, planned was a build of {arm['build_key']}")
     for kind in ("worker", "head"):
         wanted = processes.get(kind)
         if not wanted:

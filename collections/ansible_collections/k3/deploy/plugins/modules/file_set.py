@@ -81,6 +81,7 @@ import pwd
 import stat
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 

@@ -96,6 +96,7 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 

@@ -8,7 +8,7 @@ module: production
 short_description: Drain production or bring it back
 description:
   - Runs on the head. Production's files are never written; its head unit is only stopped and started.
-  - With O(state=drained), takes the window (one file, created exclusively), records a prompt's tokens, waits for running requests, and stops the head.
+  - With O(state=drained), takes the window (one file, created exclusively), records a prompt's tokens, waits for running requests, stops it.
   - With O(state=serving), starts the head if it does not run, waits until it answers, compares the recorded prompt's tokens, and releases the window.
 options:
   state:
@@ -92,6 +92,7 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 LIVE = ("active", "activating", "reloading")

@@ -66,6 +66,7 @@ import shutil
 import socket
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 

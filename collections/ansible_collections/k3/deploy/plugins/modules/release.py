@@ -56,6 +56,7 @@ import tarfile
 import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 

@@ -107,6 +107,7 @@ import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 LIVE = ("active", "activating", "reloading", "deactivating")

@@ -227,13 +227,24 @@ class Build:
                 shutil.copy2(path, release / "lib" / soname(path))
 
     def check(self, release: Path, target: str) -> str:
-        """A program of the release must start from where it lies, with nothing but its own libraries."""
-        environment = dict(os.environ, LD_LIBRARY_PATH=str(release / "lib"))
+        """A program of the release must start from where it lies, with nothing but its own libraries; returns what it says first."""
         flag = "--version" if target == "llama-server" else "--help"
-        text = output(str(release / "bin" / target), flag, env=environment)
-        if not text:
-            raise BuildError(f"{target} {flag} does not run on the builder: a library is missing, or it is built for another processor")
-        return text
+        done = subprocess.run(
+            [release / "bin" / target, flag],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=120,
+            env=dict(os.environ, LD_LIBRARY_PATH=str(release / "lib")),
+        )
+        text = (done.stdout + done.stderr).strip()
+        # Some of them answer --help with exit 1; the loader says 127, a wrong processor ends it by a signal.
+        if done.returncode not in (0, 1) or not text:
+            raise BuildError(
+                f"{target} does not start on the builder (exit {done.returncode}): {text[:200] or 'it is built for another processor'}"
+            )
+        return text.splitlines()[0][:200]
 
     def manifest(self, release: Path, build: Path, identity: str, toolchain: dict[str, str], build_id: str) -> dict:
         files = {
@@ -268,7 +279,7 @@ class Build:
             "markers": markers,
             "rdma": cache.get("GGML_RPC_RDMA"),
             "nccl_found": bool(cache.get("NCCL_LIBRARY", "").strip()) and "NOTFOUND" not in cache.get("NCCL_LIBRARY", ""),
-            "version": {target: self.check(release, target).splitlines()[0][:200] for target in self.spec["targets"]},
+            "version": {target: self.check(release, target) for target in self.spec["targets"]},
             "server_flags": sorted(set(FLAG.findall(usage))),
             "built_on": os.uname().nodename,
             "arch": os.uname().machine,
