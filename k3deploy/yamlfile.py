@@ -191,7 +191,7 @@ def load(path: Path, *, any_tag: bool = False) -> Document:
         data = None if root is None else constructor.plain(root)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise InputError([Problem(path, line, f"character U+{ord(str(error.character)):04X} is not allowed")]) from None
+        raise InputError([Problem(path, line, f"character U+{int(error.character):04X} is not allowed")]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         parts = [part for part in (error.context, error.problem) if part]
