@@ -134,7 +134,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        _say("stopped; nothing was changed", "yellow")
+        _say("stopped", "yellow")
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # The reader (head, less) has gone; do not let the interpreter complain about it while it closes down.

@@ -237,13 +237,13 @@ class Progress:
         if current is None:
             return
         if kind == "runner_on_start":
-            current.ranks.setdefault(host, RankState()).message = printable(str(data.get("task") or ""))
+            current.ranks.setdefault(host, RankState()).message = _title(str(data.get("task") or ""))
         elif kind in ("runner_on_ok", "runner_on_skipped") and not isinstance(reported, Mapping):
             current.ranks.pop(host, None)
         elif kind == "runner_on_unreachable" or (kind == "runner_on_failed" and not data.get("ignore_errors")):
             current.state = "failed"
             word = "unreachable" if kind == "runner_on_unreachable" else "failed"
-            task = printable(str(data.get("task") or ""))
+            task = _title(str(data.get("task") or ""))
             current.ranks[host] = RankState(f"{word}: {task}")
             self._record(event=word, host=host, task=task)
             self._line(f"{current.name}: {host} {word} at: {task}")
@@ -321,6 +321,11 @@ class Progress:
             if not current.ranks:
                 ranks.add_row(Text(f"    {current.task}", "dim"))
             return Group(phases, ranks)
+
+
+def _title(task: str) -> str:
+    """A task's name without the phase before its bar: the phase is shown anyway."""
+    return printable(task.partition(" | ")[2] or task)
 
 
 def _int(values: Mapping[str, Any], key: str) -> int:

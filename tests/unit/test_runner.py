@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import stat
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 from k3deploy import paths, runner
 from k3deploy.errors import K3Error
+from k3deploy.progress import Progress
 from k3deploy.runner import RunResult, run_playbook
 
 
@@ -291,6 +294,36 @@ def test_retries_are_events_and_exchanges(play: Play, tmp_path: Path) -> None:
     assert result.ok
     assert len([event for event in play.events if event["event"] == "runner_retry"]) == 2
     assert result.round_trips == 3
+
+
+def test_progress_reported_by_a_retried_module_reaches_the_display(play: Play, tmp_path: Path) -> None:
+    (play.folder / "library").mkdir()
+    (play.folder / "library" / "wait.py").write_text(
+        "import os\nfrom ansible.module_utils.basic import AnsibleModule\n"
+        f"path = {str(tmp_path / 'tries')!r}\n"
+        "tries = os.path.getsize(path) if os.path.exists(path) else 0\n"
+        "open(path, 'a').write('x')\n"
+        "AnsibleModule(argument_spec={}).exit_json(done=tries == 2,\n"
+        "    k3_progress={'phase': 'load', 'message': 'layers', 'done': tries, 'total': 2})\n"
+    )
+    events = tmp_path / "events.ndjson"
+    with Progress(io.StringIO(), events) as progress:
+        result = play(
+            """
+- name: Start | head of baseline (block 0)
+  wait:
+  register: waited
+  until: waited.done
+  retries: 5
+  delay: 0
+""",
+            limit="rank0",
+            on_event=progress.event,
+        )
+    assert result.ok
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    reported = [record for record in records if record["event"] == "progress"]
+    assert [(record["phase"], record["done"]) for record in reported] == [("block 1/1", done) for done in (0, 1, 2)]
 
 
 def test_a_missing_inventory_is_an_error_for_people(play: Play, tmp_path: Path) -> None:
