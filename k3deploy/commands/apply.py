@@ -59,9 +59,7 @@ Ctrl-C once stops the work and brings production back. The exit code is the verd
 @matrix_option
 @runs_option
 @click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
-@click.option(
-    "--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: those that the gates need]"
-)
+@click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--resume", type=RunType(), help="Go on with this run (an id, or latest); measured blocks are kept.")
 @click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
@@ -87,14 +85,14 @@ def apply(
     from k3deploy.store import Store, lock
 
     store = Store(runs)
-    options: dict[str, Any] = {"pairs": pairs, "cells": planning.split_cells(cells)}
+    options: dict[str, Any] = {"pairs": pairs, "cells": cells}
     run: Run | None = None
     if resume is not None:
         run = store.load(resume)
         candidate, inventory, options = _as_before(ctx, run, candidate, inventory, options)
     elif candidate is None:
         raise UsageProblem("which candidate?", remedy="k3deploy matrix lists them; k3deploy apply candidate-U2")
-    planned = planning.make(candidate, inventory, matrix_dir, options["pairs"], options["cells"])
+    planned = planning.make(candidate, inventory, matrix_dir, options["pairs"], planning.split_cells(options["cells"]))
     if check:
         return _check(planned, candidate, render_run_layer(planned.plan))
     with lock(planned.cluster.name, f"apply {candidate}"):

@@ -44,7 +44,7 @@ def conclude(run: Run) -> Outcome:
     mapping: dict[str, Any] = verdict.model_dump(mode="json")
     write_json(run.path / "verdict.json", mapping)
     html = write_html(run.path, plan, facts, verdict)
-    write_text(run.path / "report.md", render_markdown(plan, facts, verdict))
+    write_text(run.path / "report.md", render_markdown(plan, facts, verdict, run.path))
     return Outcome(mapping, render_text(verdict), html, EXIT_CODES[mapping["outcome"]])
 
 

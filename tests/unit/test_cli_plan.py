@@ -150,15 +150,15 @@ def test_a_resumed_run_keeps_its_candidate_inventory_and_options(store: Store, t
         cluster="east",
         inventory=tmp_path,
         tool={},
-        options={"pairs": 3, "cells": []},
+        options={"pairs": 3, "cells": "pp2048,tg100"},
     )
     with click.Context(apply.apply) as context:
         context.set_parameter_source("inventory", click.core.ParameterSource.DEFAULT)
-        given = {"pairs": None, "cells": []}
+        given = {"pairs": None, "cells": None}
         assert apply._as_before(context, run, None, Path("inventory/lab"), given) == (
             "candidate-U2",
             tmp_path,
-            {"pairs": 3, "cells": []},
+            {"pairs": 3, "cells": "pp2048,tg100"},
         )
         with pytest.raises(UsageProblem, match="is of candidate-U2, not of candidate-U9"):
             apply._as_before(context, run, "candidate-U9", tmp_path, given)
