@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import shutil
 from pathlib import Path
 
@@ -310,3 +311,10 @@ def test_flags_are_spelt_as_the_server_does() -> None:
         *("--rope-scale", "2"),
         "--slots",
     ]
+
+
+def test_the_pages_of_the_rows_are_what_the_matrix_says() -> None:
+    """Regenerate with ``python docs/rows/generate.py``."""
+    folder = SHIPPED.parents[1] / "docs" / "rows"
+    expected = runpy.run_path(str(folder / "generate.py"))["pages"]()
+    assert {path.name: path.read_text() for path in folder.glob("*.md")} == expected

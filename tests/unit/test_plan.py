@@ -1,0 +1,350 @@
+"""The plan: what runs where, as data, and every fact that would otherwise fail late."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3deploy.errors import InputError
+from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Transport
+from k3deploy.matrix import CandidateError, Matrix
+from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
+
+MATRIX = Matrix.load(Path(__file__).parents[2] / "inventory" / "matrix")
+CPU_BUILD = BuildSpec.model_validate(
+    {"source": {"kind": "tree", "path": "/srv/src"}, "backend": "cpu", "cmake": {"GGML_RPC": "ON"}}
+)
+CUDA_BUILD = BuildSpec.model_validate(
+    {
+        "source": {"kind": "tree", "path": "/srv/src"},
+        "backend": "cuda",
+        "cuda": {"nvcc": "/usr/local/cuda/bin/nvcc", "architectures": "121a-real"},
+        "markers": ["K3_FLASHKDA_ACTIVE"],
+        "mla_kv_types": "free",
+    }
+)
+
+
+def cluster(*, cpu: bool = True, **changes: Any) -> Cluster:
+    """Four ranks: CPU ranks with the head's local worker, or GPU ranks."""
+    ranks = [
+        Rank(
+            index=index,
+            name=f"r{index}",
+            fabric_address=f"10.0.0.{index + 1}",
+            rdma_device=None if cpu else "rocep1s0f0",
+            local_worker=cpu and index == 0,
+            cpus=20,
+        )
+        for index in range(4)
+    ]
+    values: dict[str, Any] = {
+        "inventory": "inventory/test",
+        "name": "test",
+        "ranks": ranks,
+        "builder": "r0",
+        "root": "/opt/k3deploy",
+        "user": "k3deploy",
+        "model": Model(name="m", path="/srv/m.gguf", arch="kimi-k3", sha256="a" * 64),
+        "builds": {"default": CPU_BUILD if cpu else CUDA_BUILD},
+        "build": "default",
+        "candidate_head_port": 8081,
+        "transport": Transport(),
+        "production": Production(
+            head_unit="llama.service", worker_unit="rpc.service", head_url="http://10.0.0.1:8080", worker_port=50052
+        ),
+        "scale": {},
+        "settings": {},
+        "matrix": str(MATRIX.directory),
+        "load_timeout_s": 60,
+    }
+    return Cluster(**(values | changes))
+
+
+def plan(candidate: str, on: Cluster | None = None, *, mla: bool = True, **options: Any) -> Plan:
+    facts: Any = SimpleNamespace(is_mla=mla)
+    return make_plan(MATRIX, on or cluster(), f"candidate-{candidate}", model_facts=facts, **options)
+
+
+def value_of(arm: PlannedArm, flag: str, rank: str = "r0") -> str:
+    process = arm.processes[rank].head
+    assert process is not None
+    return process.argv[process.argv.index(flag) + 1]
+
+
+def test_a_cpu_head_serves_its_own_share_by_a_local_worker() -> None:
+    baseline = plan("U2").baseline
+    assert value_of(baseline, "--rpc") == "10.0.0.1:50053,10.0.0.2:50053,10.0.0.3:50053,10.0.0.4:50053"
+    assert value_of(baseline, "--device") == "RPC0,RPC1,RPC2,RPC3"
+    assert all(processes.worker for processes in baseline.processes.values())
+    assert [rank for rank, processes in baseline.processes.items() if processes.head] == ["r0"]
+
+
+def test_a_gpu_head_holds_its_share_before_the_workers() -> None:
+    baseline = plan("U2", cluster(cpu=False)).baseline
+    assert value_of(baseline, "--rpc") == "10.0.0.2:50053,10.0.0.3:50053,10.0.0.4:50053"
+    assert value_of(baseline, "--device") == "CUDA0,RPC0,RPC1,RPC2"
+    assert baseline.processes["r0"].worker is None
+
+
+def test_nothing_listens_on_every_network_and_no_worker_caches_tensors() -> None:
+    for arm in plan("next").arms:
+        for index, processes in enumerate(arm.processes.values()):
+            for process in filter(None, (processes.worker, processes.head)):
+                assert process.argv[process.argv.index("--host") + 1] == f"10.0.0.{index + 1}"
+            assert processes.worker is not None
+            assert processes.worker.listen == f"10.0.0.{index + 1}:50053"
+            assert not {"-c", "--cache"} & set(processes.worker.argv)
+
+
+def test_the_switches_of_the_bridge_are_on_the_head_and_on_every_worker() -> None:
+    for arm in plan("U9", cluster(cpu=False)).arms:
+        for processes in arm.processes.values():
+            for process in filter(None, (processes.worker, processes.head)):
+                assert process.environment["GGML_CUDA_K3_FLASHKDA"] == "1"
+                assert process.environment["GGML_CUDA_K3_FLASHKDA_DIAG"] == "1"
+
+
+def test_a_switch_that_the_build_cannot_obey_is_noted() -> None:
+    words = "does not promise the marker K3_FLASHKDA_ACTIVE"
+    assert any(words in note for note in plan("U2").notes)
+    assert not any(words in note for note in plan("U2", cluster(cpu=False)).notes)
+
+
+def test_every_arm_is_measured_under_the_same_harness_settings() -> None:
+    for arm in plan("U2").arms:
+        assert [value_of(arm, flag) for flag in ("--parallel", "--cache-ram", "--ctx-checkpoints")] == ["1", "0", "0"]
+    assert {value_of(arm, "--ctx-checkpoints") for arm in plan("U7").arms} == {"4"}
+
+
+def test_only_the_difference_differs() -> None:
+    baseline, first, second = plan("U2").arms
+    assert [(d.key, d.baseline, d.arm) for d in first.differences] == [("ubatch_size", "1536", "2048")]
+    assert [(d.key, d.baseline, d.arm) for d in second.differences] == [("ubatch_size", "1536", "3072")]
+    assert baseline.differences == []
+    assert [processes.worker for processes in first.processes.values()] == [
+        processes.worker for processes in baseline.processes.values()
+    ]
+
+
+def test_v_follows_k_where_the_build_refuses_the_pair() -> None:
+    baseline, u9 = plan("U9").arms
+    assert (value_of(baseline, "--cache-type-k"), value_of(baseline, "--cache-type-v")) == ("q8_0", "q8_0")
+    assert (value_of(u9, "--cache-type-k"), value_of(u9, "--cache-type-v")) == ("f16", "f16")
+    assert any("K q8_0 with V f16 cannot start" in note for note in baseline.notes)
+
+
+@pytest.mark.parametrize(("on", "mla"), [(cluster(cpu=False), True), (cluster(), False)])
+def test_v_is_left_alone_where_the_pair_works(on: Cluster, mla: bool) -> None:
+    baseline = plan("U9", on, mla=mla).baseline
+    assert (value_of(baseline, "--cache-type-k"), value_of(baseline, "--cache-type-v")) == ("q8_0", "f16")
+    assert not any("cannot start" in note for note in baseline.notes)
+
+
+def test_what_the_cluster_pins_holds_for_every_arm_and_is_said() -> None:
+    pinned = plan("next", cluster(scale={"ctx_size": 8192, "ubatch_size": 512}))
+    assert {value_of(arm, "--ctx-size") for arm in pinned.arms} == {"8192"}
+    assert {value_of(arm, "--ubatch-size") for arm in pinned.arms} == {"512"}
+    assert "this cluster pins ctx_size to 8192 in every arm (matrix: 600000)" in pinned.notes
+    assert any("pins ubatch_size to 512: the row's 2048 has no effect here" in note for note in pinned.arms[1].notes)
+
+
+def test_an_arm_without_a_difference_says_that_it_is_the_baseline() -> None:
+    arm = plan("U2@2048", cluster(scale={"ubatch_size": 512})).arms[1]
+    assert arm.differences == []
+    assert any("this arm is the baseline" in note for note in arm.notes)
+
+
+def test_a_cluster_adds_settings_where_the_row_does_not_speak() -> None:
+    baseline, arm, *_ = plan(
+        "U3", cluster(settings={"threads": 2, "worker_threads": 3, "worker_cpu_affinity": "5-9"})
+    ).arms
+    assert value_of(baseline, "--threads") == "2"
+    assert value_of(arm, "--threads") == "16"
+    worker = arm.processes["r2"].worker
+    assert worker is not None
+    assert worker.argv[-2:] == ["--threads", "3"]
+    assert worker.cpu_affinity == "5-9"
+
+
+def test_oversubscription_and_missing_cpus_are_noted() -> None:
+    small = [rank.model_copy(update={"cpus": 8}) for rank in cluster().ranks]
+    baseline, arm, *_ = plan("U3", cluster(ranks=small)).arms
+    assert "threads_batch 32 is more than the 8 CPUs of r0" in baseline.notes
+    assert "cpu_range_batch 4-19 names CPUs that r0 (8 CPUs) does not have" in arm.notes
+
+
+def test_the_ladder_is_the_warmup_of_its_own_arm() -> None:
+    baseline, u6 = plan("U6").arms
+    assert baseline.warmup == {"prefill": [256], "decode": [1]}
+    assert u6.warmup == {"prefill": [256, 512, 1024, 1536, 2048], "decode": [1, 2, 4, 8]}
+    layer = render_run_layer(plan("U6"))["all"]["vars"]
+    assert "bench" not in layer["k3_run_arms"][0]
+    assert layer["k3_run_arms"][1]["bench"] == {"warmup": u6.warmup}
+
+
+def test_cached_cells_and_probes_are_measured_only_where_a_row_asks() -> None:
+    assert {cell.state for cell in plan("U2").bench.cells} == {"cold", "warm"}
+    u7 = plan("U7").bench
+    assert [cell.cell for cell in u7.cells if cell.state == "cached"] == ["pp2048", "pp4096"]
+    assert u7.probes == ["shifted_prefix"]
+    assert plan("U6").bench.probes == ["graphs"]
+
+
+def test_cold_and_warm_cells_are_those_of_the_matrix() -> None:
+    cells = [(cell.cell, cell.state, cell.n_prompt, cell.n_predict) for cell in plan("U2").bench.cells]
+    assert cells == [
+        ("pp256", "cold", 256, 1),
+        ("pp512", "cold", 512, 1),
+        ("pp1024", "cold", 1024, 1),
+        ("pp2048", "cold", 2048, 1),
+        ("pp4096", "cold", 4096, 1),
+        ("tg100", "cold", 16, 100),
+        ("pp2048", "warm", 2048, 1),
+        ("pp4096", "warm", 4096, 1),
+    ]
+
+
+def test_cells_can_be_chosen_but_not_those_that_gates_need_left_out() -> None:
+    chosen = plan("U2", cells=["pp2048", "pp4096", "tg100"]).bench.cells
+    assert {cell.cell for cell in chosen} == {"pp2048", "pp4096", "tg100"}
+    with pytest.raises(PlanError, match="judges pp4096"):
+        plan("U2", cells=["pp2048", "tg100"])
+    with pytest.raises(PlanError, match="no cell 'pp99'"):
+        plan("U2", cells=["pp99"])
+
+
+def test_rounds_run_baseline_and_arms_side_by_side_and_turn_around() -> None:
+    blocks = plan("U2", pairs=3).blocks
+    assert [block.arm for block in blocks] == [
+        *("baseline", "U2@2048", "U2@3072"),
+        *("U2@3072", "U2@2048", "baseline"),
+        *("baseline", "U2@2048", "U2@3072"),
+    ]
+    assert [block.pair for block in blocks] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [block.index for block in blocks] == list(range(9))
+
+
+@pytest.mark.parametrize(("row", "build"), [("U1", "u1"), ("U5", "u5"), ("U8", "u8"), ("U10", "u10")])
+def test_a_row_whose_build_is_missing_says_how_to_name_one(row: str, build: str) -> None:
+    with pytest.raises(PlanError, match=f"candidate-{row} needs") as caught:
+        plan(row)
+    assert f"k3_builds.{build}" in caught.value.remedy
+    other = CPU_BUILD.model_copy(update={"cmake": {"X": "1"}})
+    baseline, arm = plan(row, cluster(builds={"default": CPU_BUILD, build: other})).arms
+    assert arm.build == build
+    assert arm.build_key != baseline.build_key
+    assert [(d.key, d.baseline, d.arm) for d in arm.differences] == [("build", "default", build)]
+
+
+def test_pinned_rdma_names_each_ranks_device_and_needs_one() -> None:
+    arm = plan("U4", cluster(cpu=False)).arms[1]
+    for processes in arm.processes.values():
+        for process in filter(None, (processes.worker, processes.head)):
+            assert process.environment["GGML_RDMA_DEV"] == "rocep1s0f0"
+            assert "GGML_RDMA_GID" not in process.environment
+    with pytest.raises(PlanError, match="none is given for r0, r1, r2, r3"):
+        plan("U4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scale": {"batch_size": 1024, "ubatch_size": 1536}}, "ubatch_size 1536 is larger than batch_size 1024"),
+        ({"scale": {"tensor_split": [1, 1, 1]}}, "tensor_split has 3 shares, test has 4 devices"),
+        ({"scale": {"rpc_port": 50052}}, "is the port of production's workers"),
+        ({"scale": {"ctx_size": 4096}}, "pp4096 does not fit into a context of 4096"),
+        (
+            {"ranks": [rank.model_copy(update={"local_worker": False}) for rank in cluster().ranks]},
+            "tensor_split has 4 shares, test has 3 devices",
+        ),
+    ],
+)
+def test_what_would_fail_late_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(words)):
+        plan("U9", cluster(**changes))
+
+
+def test_memlock_is_a_budget_a_connection() -> None:
+    processes = plan("U2").baseline.processes["r0"]
+    assert processes.worker is not None
+    assert processes.head is not None
+    assert processes.worker.memlock_bytes == 64 << 20
+    assert processes.head.memlock_bytes == 4 * (64 << 20)
+
+
+def test_the_guard_is_the_strictest_of_row_and_baseline() -> None:
+    assert plan("U2").baseline.processes["r3"].guard_mib == 1536
+    assert plan("U2", cluster(scale={"guard_mib": 4096})).baseline.processes["r3"].guard_mib == 4096
+    assert plan("U2", cluster(scale={"guard_mib": 64})).baseline.processes["r3"].guard_mib == 1536
+
+
+def test_hash_and_vocabulary_come_from_the_sidecar(tmp_path: Path) -> None:
+    sidecar = tmp_path / "m.json"
+    sidecar.write_text(json.dumps({"name": "m", "sha256": "b" * 64, "vocab": {"first_id": 5, "last_id": 99, "bos": 1}}))
+    on = cluster(model=Model(name="m", path="/srv/m.gguf", arch="kimi-k3", sidecar=str(sidecar)))
+    made = plan("U2", on)
+    assert made.model.sha256 == "b" * 64
+    layer = render_run_layer(made)["all"]
+    assert layer["hosts"]["r2"]["k3_model"]["sha256"] == "b" * 64
+    assert layer["vars"]["k3_run_bench"]["vocab"] == {"first_id": 5, "last_id": 99, "bos": 1}
+    assert not any("not verified" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"name": "other"}', '{"sha256": "short"}', '{"vocab": 3}'])
+def test_a_wrong_sidecar_is_a_problem(tmp_path: Path, content: str | None) -> None:
+    sidecar = tmp_path / "m.json"
+    if content is not None:
+        sidecar.write_text(content)
+    with pytest.raises(InputError, match=re.escape(str(sidecar))):
+        plan("U2", cluster(model=Model(name="m", path="/srv/m.gguf", arch="kimi-k3", sidecar=str(sidecar))))
+
+
+def test_an_unverified_model_is_noted() -> None:
+    assert any("not verified" in n for n in plan("U2", cluster(model=Model(name="m", path="/m", arch="x"))).notes)
+
+
+def test_findings_of_the_rows_are_in_the_plan() -> None:
+    known = {finding.row for finding in plan("next").findings}
+    assert known == {"baseline", "next", "U2", "U3", "U6", "U7"}
+    assert any(finding.contradicts and "2.1 GiB" in finding.text for finding in plan("U9").findings)
+
+
+def test_a_refused_composition_stays_refused() -> None:
+    with pytest.raises(CandidateError, match="U4 is not mixed with U2"):
+        plan("U4+U2")
+
+
+@given(
+    st.sampled_from(["U2", "U2@3072", "U3", "U6", "U7", "U9", "next", "U2+U6", "U3@16+U9", "U9+U7+U6+U3+U2"]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_plan_is_whole_and_survives_json(candidate: str, pairs: int, cpu: bool) -> None:
+    made = plan(candidate, cluster(cpu=cpu), pairs=pairs)
+    assert Plan.model_validate_json(made.model_dump_json()) == made
+    slugs = [arm.slug for arm in made.arms]
+    assert slugs[0] == "baseline"
+    assert len(set(slugs)) == len(slugs)
+    assert all(re.fullmatch(r"[A-Za-z0-9.-]+", slug) for slug in slugs)
+    assert len(made.blocks) == pairs * len(made.arms)
+    for pair in range(pairs):
+        assert sorted(block.slug for block in made.blocks if block.pair == pair) == sorted(slugs)
+    layer = render_run_layer(made)["all"]
+    assert json.loads(json.dumps(layer)) == layer
+    assert set(layer["vars"]["k3_run_builds"]) == {arm["build_key"] for arm in layer["vars"]["k3_run_arms"]}
+    for processes in layer["hosts"].values():
+        assert set(processes["k3_run_processes"]) == set(slugs)
+    for arm in made.arms:
+        for ranks in arm.processes.values():
+            for process in filter(None, (ranks.worker, ranks.head)):
+                assert "None" not in process.argv
+                assert all(isinstance(part, str) and part for part in process.argv)
