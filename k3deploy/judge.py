@@ -12,6 +12,7 @@ A ratio is always "how much better": above 1 the arm is faster (or answers soone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -113,7 +114,7 @@ class Check(_Said):
 
 
 class Comparison(_Said):
-    """One cell of the arm against the baseline's. Medians are over blocks; the ratio is over pairs.
+    """One cell of the arm against the baseline's: means over the blocks of complete pairs, and their ratio.
 
     unit: ``t/s`` (more is better) or ``ms`` (less is better). low, high: the 95 % interval of the ratio.
     """
@@ -252,7 +253,8 @@ def _overall_reason(outcome: Outcome, best: ArmVerdict | None, arms: Sequence[Ar
         return "; ".join(f"{arm.arm} {arm.outcome}: {arm.reasons[0]}" for arm in arms)
     if outcome in ("REJECT", "INVALID") and len(arms) > 1:
         return "; ".join(f"{arm.arm}: {arm.reasons[0]}" for arm in arms)
-    lead = f"{best.arm}: " if len(arms) > 1 else ""
+    same = all(arm.reasons[0] == best.reasons[0] for arm in arms)
+    lead = "" if same else f"{best.arm}: "
     return lead + best.reasons[0]
 
 
@@ -587,25 +589,26 @@ class _ArmJudge:
     # --- numbers ---
 
     def _compare(self, name: str, state: State, metric: Metric, threshold: float = SUPERIOR) -> Comparison:
-        differences: list[float] = []
         before: list[float] = []
         after: list[float] = []
         for one, other in self.pairs:
             low = stats.median_log(_samples(one.cell(name, state), metric))
             high = stats.median_log(_samples(other.cell(name, state), metric))
             if low is not None and high is not None:
-                differences.append(high - low)
-        for blocks, values in ((self.baseline_blocks, before), (self.blocks, after)):
-            values += [value for block in blocks for value in _raw(block.cell(name, state), metric)]
-        found = stats.estimate(differences)
-        cells = [block.cell(name, state) for block in [*self.baseline_blocks, *self.blocks]]
+                before.append(low)
+                after.append(high)
+        found = stats.estimate([high - low for low, high in zip(before, after, strict=True)])
+        cells = {
+            side: [cell for block in blocks if (cell := block.cell(name, state)) is not None]
+            for side, blocks in (("baseline", self.baseline_blocks), ("arm", self.blocks))
+        }
         return Comparison(
             cell=name,
             state=state,
             metric=metric,
             unit="ms" if metric == "ttft" else "t/s",
-            baseline=_median(before),
-            arm=_median(after),
+            baseline=_typical(before, metric),
+            arm=_typical(after, metric),
             ratio=found.ratio if found else None,
             low=found.low if found else None,
             high=found.high if found else None,
@@ -613,9 +616,9 @@ class _ArmJudge:
             spread=found.spread if found else None,
             p_value=found.p_value if found else None,
             pairs_needed=stats.pairs_needed(found, threshold) if found else None,
-            baseline_samples=len(before),
-            arm_samples=len(after),
-            invalid_samples=sum(not sample.valid for cell in cells if cell for sample in cell.samples),
+            baseline_samples=sum(len(cell.valid()) for cell in cells["baseline"]),
+            arm_samples=sum(len(cell.valid()) for cell in cells["arm"]),
+            invalid_samples=sum(len(cell.samples) - len(cell.valid()) for side in cells.values() for cell in side),
         )
 
     def _all_cells(self) -> list[Comparison]:
@@ -740,14 +743,6 @@ def _cell_names(blocks: Sequence[Block]) -> list[tuple[str, State]]:
     return list(dict.fromkeys(names))
 
 
-def _raw(cell: Cell | None, metric: Metric) -> list[float]:
-    """The cell's valid values in their own unit."""
-    if cell is None:
-        return []
-    values = [_value(cell, sample, metric) for sample in cell.valid()]
-    return [value for value in values if value is not None]
-
-
 def _value(cell: Cell, sample: Sample, metric: Metric) -> float | None:
     if metric == "ttft":
         return sample.ttft_ms
@@ -755,15 +750,18 @@ def _value(cell: Cell, sample: Sample, metric: Metric) -> float | None:
 
 
 def _samples(cell: Cell | None, metric: Metric) -> list[float]:
-    """The cell's valid values such that more is better."""
-    values = _raw(cell, metric)
-    return [1.0 / value for value in values if value > 0] if metric == "ttft" else values
+    """The cell's valid values such that more is better: tokens per second, or one over the time to first token."""
+    values = [_value(cell, sample, metric) for sample in cell.valid()] if cell else []
+    known = [value for value in values if value is not None and value > 0]
+    return [1.0 / value for value in known] if metric == "ttft" else known
 
 
-def _median(values: Sequence[float]) -> float | None:
-    import statistics
-
-    return statistics.median(values) if values else None
+def _typical(block_values: Sequence[float], metric: Metric) -> float | None:
+    """What the blocks' values stand for, in the metric's own unit; two of them have exactly the estimate's ratio."""
+    if not block_values:
+        return None
+    mean = math.exp(math.fsum(block_values) / len(block_values))
+    return 1.0 / mean if metric == "ttft" else mean
 
 
 TextKey = tuple[str, str, int]
