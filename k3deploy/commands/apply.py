@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,6 +267,11 @@ def _confirm(planned: Planned, store: Store, run: Run | None, yes: bool) -> None
     click.confirm("Go on?", abort=True, err=True)
 
 
+def _moment(value: str | float) -> float:
+    """Seconds since the epoch, from those or from an ISO time."""
+    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
+
+
 def _expected(store: Store, cluster: str, blocks: int) -> str:
     """How long that many blocks took on this cluster before."""
     import json
@@ -279,7 +285,7 @@ def _expected(store: Store, cluster: str, blocks: int) -> str:
         for path in run.blocks:
             try:
                 record = json.loads(path.read_text(encoding="utf-8"))
-                seconds.append(float(record["ended"]) - float(record["started"]))
+                seconds.append(_moment(record["ended"]) - _moment(record["started"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # a record that is not readable says nothing about time
     if not seconds:

@@ -139,6 +139,9 @@ def test_how_long_it_takes_is_told_from_earlier_blocks_of_the_cluster(store: Sto
     (run.path / "blocks" / "000.json").write_text(json.dumps({"started": 100.0, "ended": 160.0}))
     (run.path / "blocks" / "001.json").write_text("{")
     assert apply._expected(store, "east", 4) == "about 4 min 00 s by earlier runs"
+    times = {"started": "2026-11-30T10:00:00Z", "ended": "2026-11-30T10:02:00Z"}
+    (run.path / "blocks" / "002.json").write_text(json.dumps(times))
+    assert apply._expected(store, "east", 4) == "about 6 min 00 s by earlier runs"
     assert "not known yet" in apply._expected(store, "west", 4)
 
 
