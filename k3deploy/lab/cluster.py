@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +55,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class LabStatus:
-    """The whole lab; ``up`` when every rank runs, answers over ssh and has finished booting without failed units."""
+    """The whole lab; ``up`` when every rank runs, answers over ssh and has finished booting.
+
+    A rank may be ``degraded`` later on: a service that was tried on it failed.
+    """
 
     name: str
     up: bool
@@ -117,9 +120,9 @@ class Lab:
             if image.ensure_image(self.config, self.engine, progress=progress, install=install):
                 changes.append("image")
             self._make_network(changes, progress)
-            self._make_ranks(changes, progress)
+            fresh = self._make_ranks(changes, progress)
             progress("waiting for systemd and pinning host keys")
-            self._pin_host_keys(changes)
+            self._pin_host_keys(changes, fresh)
             progress("lab is up" if changes else "lab was up already: nothing changed")
             return changes
 
@@ -155,8 +158,8 @@ class Lab:
         self.engine.create_network()
         changes.append("network")
 
-    def _make_ranks(self, changes: list[str], progress: Progress) -> None:
-        """Create, recreate or start, so that each rank runs as described; ranks that do are left alone."""
+    def _make_ranks(self, changes: list[str], progress: Progress) -> set[Rank]:
+        """Create, recreate or start, so that each rank runs as described; returns those that were not running."""
         reference = image.image_reference()
         existing = self.engine.containers()
 
@@ -176,11 +179,14 @@ class Lab:
             return f"created {rank.name}"
 
         # One after the other: podman takes its own locks, so threads gain nothing here.
+        fresh = set()
         for rank in self.config.ranks:
             done = make(rank)
             if done:
                 progress(done)
                 changes.append(done)
+                fresh.add(rank)
+        return fresh
 
     def _volumes(self, rank: Rank) -> list[str]:
         cache = self.config.cache_dir
@@ -189,8 +195,11 @@ class Lab:
             volumes += [f"{cache / 'src'}:/srv/src:ro", f"{cache / 'ccache'}:/var/cache/k3deploy/ccache:rw"]
         return volumes
 
-    def _pin_host_keys(self, changes: list[str]) -> None:
-        """Wait for boot, let our key in, and fetch each rank's host key: through the engine, never over the network."""
+    def _pin_host_keys(self, changes: list[str], fresh: Set[Rank]) -> None:
+        """Wait for boot, let our key in, and fetch each rank's host key: through the engine, never over the network.
+
+        A rank that booted just now (``fresh``) must have no failed unit; in an older one a user's service may have.
+        """
         public = shlex.quote(self.config.private_key.with_suffix(".pub").read_text().strip())
         script = (
             f"umask 077; mkdir -p /root/.ssh; echo {public} > /root/.ssh/authorized_keys\n"
@@ -207,7 +216,7 @@ class Lab:
         bad = [
             f"{rank.name} is {state or 'not booting'}" + (f" (failed: {failed})" if failed else "")
             for rank, (state, failed, _) in settled.items()
-            if state != "running"
+            if state not in ("running", *(() if rank in fresh else ("degraded",)))
         ]
         if bad:
             raise K3Error(
@@ -273,7 +282,7 @@ class Lab:
             ranks = list(pool.map(look, self.config.ranks))
         return LabStatus(
             name=self.config.name,
-            up=all(rank.ssh and rank.systemd == "running" for rank in ranks),
+            up=all(rank.ssh and rank.systemd in ("running", "degraded") for rank in ranks),
             engine=self.decision.engine,
             subnet=str(self.config.subnet),
             ssh_config=str(self.config.ssh_config),
