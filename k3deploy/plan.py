@@ -330,7 +330,7 @@ class _Planner:
     def _compared(self, arm: PlannedArm, baseline: PlannedArm) -> PlannedArm:
         one, other = _flat(baseline.settings), _flat(arm.settings)
         differences = [
-            Difference(key=key, baseline=_or_unset(one.get(key)), arm=_or_unset(other.get(key)))
+            Difference(key=key, baseline=render(one.get(key)), arm=render(other.get(key)))
             for key in [*one, *(key for key in other if key not in one)]
             if one.get(key) != other.get(key)
         ]
@@ -354,6 +354,8 @@ class _Planner:
 
     def _check(self, name: str, settings: Mapping[str, Any], spec: BuildSpec) -> None:
         """Refuse what would fail late or be changed silently."""
+        if "rpc_port" not in settings:
+            raise PlanError(f"{name}: no rpc_port is set", remedy="Set it in the matrix' baseline.yml.")
         batch, ubatch = settings.get("batch_size", 2048), settings.get("ubatch_size", 512)
         if ubatch > batch:
             raise PlanError(
@@ -468,10 +470,6 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with the environment spread out, so that one variable is one difference."""
     flat = {key: value for key, value in settings.items() if key != "environment"}
     return flat | {f"environment.{name}": value for name, value in (settings.get("environment") or {}).items()}
-
-
-def _or_unset(value: Any) -> str:
-    return "(not set)" if value is None else render(value)
 
 
 def _evidence(candidate: Candidate) -> list[str]:

@@ -193,6 +193,8 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def render(value: Any) -> str:
     """A value as llama-server and people read it: lists with commas, numbers without a needless ``.0``."""
+    if value is None:
+        return "(not set)"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):

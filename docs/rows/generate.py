@@ -32,9 +32,7 @@ def lines(matrix: Matrix, row: Row) -> Iterator[str]:
     yield "## What it changes"
     changes = []
     for arm in matrix.resolve(f"candidate-{row.id}").arms:
-        text = ", ".join(
-            f"`{key}` = {'(not set)' if value is None else render(value)}" for key, value in arm.settings.items()
-        )
+        text = ", ".join(f"`{key}` = {render(value)}" for key, value in arm.settings.items())
         changes.append(f"- `candidate-{arm.name}`: {text or 'no setting'}")
     yield "\n".join(changes)
     if row.harness.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3deploy.errors import InputError, Problem
@@ -311,6 +311,22 @@ def test_flags_are_spelt_as_the_server_does() -> None:
         *("--rope-scale", "2"),
         "--slots",
     ]
+
+
+@given(st.sampled_from(["U2", "U3", "next", "baseline"]), st.integers(0, 2000), st.integers(0, 40), st.text(max_size=6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+def test_no_damage_to_a_file_ends_in_a_traceback(tmp_path: Path, name: str, at: int, cut: int, put: str) -> None:
+    for file in ("baseline", name):
+        text = (SHIPPED / f"{file}.yml").read_text()
+        if file == name:
+            text = text[:at] + put + text[at + cut :]
+        (tmp_path / f"{file}.yml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        Matrix.load(tmp_path)
+    except InputError as error:
+        assert error.problems
+    for file in tmp_path.glob("*.yml"):
+        file.unlink()
 
 
 def test_the_pages_of_the_rows_are_what_the_matrix_says() -> None:

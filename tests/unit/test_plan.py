@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3deploy.errors import InputError
+from k3deploy.errors import InputError, K3Error
 from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Transport
 from k3deploy.matrix import CandidateError, Matrix
 from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
@@ -348,3 +348,39 @@ def test_a_plan_is_whole_and_survives_json(candidate: str, pairs: int, cpu: bool
             for process in filter(None, (ranks.worker, ranks.head)):
                 assert "None" not in process.argv
                 assert all(isinstance(part, str) and part for part in process.argv)
+
+
+SOME = st.fixed_dictionaries(
+    {},
+    optional={
+        "ctx_size": st.none() | st.integers(1, 1 << 20),
+        "batch_size": st.none() | st.integers(1, 8192),
+        "ubatch_size": st.none() | st.integers(1, 8192),
+        "parallel": st.none() | st.integers(1, 8),
+        "tensor_split": st.none() | st.lists(st.integers(0, 3), min_size=1, max_size=5),
+        "cache_type_v": st.none() | st.sampled_from(["f16", "q8_0"]),
+        "rpc_port": st.none() | st.integers(50050, 50055),
+        "guard_mib": st.none() | st.integers(1, 9999),
+        "rdma": st.none() | st.sampled_from(["auto", "pinned", "off"]),
+        "graph_ladder": st.none() | st.just({"prefill": [], "decode": []}),
+        "environment": st.none() | st.just({"A": "1"}),
+        "memlock_mib": st.none() | st.integers(1, 99),
+    },
+)
+
+
+@given(SOME, SOME, st.sampled_from(["U2", "U3", "U4", "U7", "U9", "next"]), st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_whatever_a_cluster_pins_ends_in_a_plan_or_in_words(
+    scale: dict[str, Any], more: dict[str, Any], candidate: str, cpu: bool
+) -> None:
+    try:
+        made = plan(candidate, cluster(cpu=cpu, scale=scale, settings=more))
+    except K3Error as error:
+        assert str(error)
+        return
+    for arm in made.arms:
+        assert arm.settings.get("ubatch_size", 512) <= arm.settings.get("batch_size", 2048)
+        for key, value in scale.items():
+            if value is not None and key not in {"cache_type_v", "environment"}:
+                assert arm.settings[key] == value
