@@ -271,10 +271,11 @@ def containers_conf(decision: Decision) -> str:
     if decision.nofile_cap is not None:
         caps = {"nofile": decision.nofile_cap, "nproc": decision.nproc_cap}
         limits = "default_ulimits = " + json.dumps([f"{name}={cap}:{cap}" for name, cap in caps.items()]) + "\n"
-    private = 'cgroupns = "private"\npids_limit = 0\n' if decision.private_cgroup else ""
+    private = 'cgroupns = "private"\n' if decision.private_cgroup else ""
     manager = 'cgroup_manager = "cgroupfs"\n' if decision.private_cgroup else ""
     return (
-        f"[containers]\n{limits}{private}"
+        # Confined hosts often lack the pids controller, and a rank needs no such limit.
+        f"[containers]\npids_limit = 0\n{limits}{private}"
         f'[engine]\nruntime = "runc"\nevents_logger = "file"\n{manager}'
         '[network]\nnetwork_backend = "netavark"\n'
     )

@@ -91,7 +91,7 @@ def test_ansible_reaches_all_ranks_from_the_root_and_from_playbooks(lab: Lab, fo
     layers = [part for path in lab.inventories() for part in ("-i", str(ROOT / path))]
     ansible = Path(sys.executable).with_name("ansible")
     done = subprocess.run(
-        [str(ansible), *layers, "all", "-m", "ansible.builtin.ping", "--one-line"],
+        [str(ansible), *layers, "all", "-m", "ansible.builtin.ping"],
         cwd=ROOT / folder,
         env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
         capture_output=True,
