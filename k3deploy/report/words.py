@@ -64,7 +64,7 @@ def interval(found: Comparison) -> str:
 def metric(found: Comparison) -> str:
     """What a comparison measures, in words."""
     if found.metric == "ttft":
-        return "time to first token"
+        return "TTFT"
     return "decode" if found.cell.startswith("tg") else "prefill"
 
 

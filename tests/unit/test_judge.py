@@ -1,0 +1,382 @@
+"""What a verdict may and may not say, on plans and blocks that each test bends a little."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3deploy.errors import InputError
+from k3deploy.facts import Facts, assemble
+from k3deploy.judge import ArmVerdict, GateResult, Verdict, judge
+
+RUN = Path(__file__).parents[1] / "fixtures/run-small"
+PLAN: dict[str, Any] = json.loads((RUN / "plan.json").read_text())
+RECORDED = assemble(RUN).model_dump(mode="json")
+BASELINE, ARM = "baseline", "U2@2048"
+Gain = float | Callable[[int], float]
+
+
+def plan_of(arm: str = ARM, **changes: Any) -> dict[str, Any]:
+    """The recorded plan with one arm only."""
+    plan = copy.deepcopy(PLAN)
+    plan["arms"] = [entry for entry in plan["arms"] if entry["name"] in (BASELINE, arm)]
+    plan["blocks"] = []
+    return {**plan, **changes}
+
+
+def block_of(arm: str, pair: int, speed: float = 1.0) -> dict[str, Any]:
+    """The recorded block of ``arm`` with steady times: every cell runs at ``speed`` times a fixed pace."""
+    block = copy.deepcopy(next(entry for entry in RECORDED["blocks"] if entry["arm"] == arm))
+    for cell in block["bench"]["cells"]:
+        for sample in cell["samples"]:
+            jitter = 1 + 0.001 * sample["repeat"]
+            sample["prompt_ms"] = cell["n_prompt"] * jitter / speed
+            sample["predicted_ms"] = cell["n_predict"] * 10 * jitter / speed
+            sample["ttft_ms"] = (cell["n_prompt"] + 1) * jitter / speed
+    return {**block, "pair": pair, "index": 2 * pair + (arm != BASELINE)}
+
+
+def facts_of(pairs: int, gain: Gain = 1.0, spread: float = 0.002) -> dict[str, Any]:
+    """``pairs`` pairs; the arm is ``gain`` times as fast, each start has its own luck of about ``spread``."""
+    luck = random.Random(5)
+    blocks = []
+    for pair in range(pairs):
+        blocks.append(block_of(BASELINE, pair, 1 + luck.gauss(0, spread)))
+        blocks.append(block_of(ARM, pair, (gain(pair) if callable(gain) else gain) * (1 + luck.gauss(0, spread))))
+    return {**copy.deepcopy(RECORDED), "blocks": blocks}
+
+
+def verdict_of(facts: dict[str, Any], plan: dict[str, Any] | None = None) -> Verdict:
+    return judge(plan or plan_of(), Facts.model_validate(facts))
+
+
+def arm_of(facts: dict[str, Any], plan: dict[str, Any] | None = None) -> ArmVerdict:
+    return verdict_of(facts, plan).arms[0]
+
+
+def gate_of(arm: ArmVerdict, name: str) -> GateResult:
+    return next(gate for gate in arm.gates if gate.name == name)
+
+
+def head_unit(block: dict[str, Any]) -> dict[str, Any]:
+    units = block["ranks"]["rank0"]["state"]["units"]
+    return next(unit for name, unit in units.items() if "-head@" in name)
+
+
+# --- accepting ---
+
+
+def test_five_pairs_with_a_steady_gain_are_accepted() -> None:
+    verdict = verdict_of(facts_of(5, 1.05))
+    assert verdict.outcome == "ACCEPT" and verdict.best_arm == ARM
+    assert gate_of(verdict.arms[0], "cold_prefill").comparisons[0].ratio == pytest.approx(1.05, rel=0.005)
+
+
+def test_one_pair_is_never_accepted_however_large_the_gain() -> None:
+    verdict = verdict_of(facts_of(1, 3.0))
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert "one server start per arm says nothing about restart spread" in verdict.reason
+    assert "at least 5 pairs" in verdict.reason
+
+
+def test_four_pairs_are_not_accepted_either() -> None:
+    assert verdict_of(facts_of(4, 1.2)).outcome == "INCONCLUSIVE"
+
+
+def test_a_gain_below_two_per_cent_is_not_accepted() -> None:
+    assert verdict_of(facts_of(6, 1.015)).outcome == "REJECT"
+
+
+def test_a_gain_that_the_spread_can_explain_stays_open_and_says_how_many_pairs_it_takes() -> None:
+    arm = arm_of(facts_of(5, lambda pair: 1.05 + 0.06 * (-1) ** pair))
+    assert arm.outcome == "INCONCLUSIVE"
+    assert "pairs are too few: at the spread seen it takes about" in arm.reasons[0]
+
+
+def test_no_difference_is_not_called_a_gain() -> None:
+    assert verdict_of(facts_of(8)).outcome == "REJECT"  # futile: no gain of 2 % is left to hope for
+
+
+def test_a_gain_in_cold_prompts_is_not_bought_with_slower_warm_ones() -> None:
+    facts = facts_of(6, 1.05)
+    for block in facts["blocks"]:
+        for cell in block["bench"]["cells"]:
+            if block["arm"] == ARM and cell["state"] == "warm":
+                for sample in cell["samples"]:
+                    sample["prompt_ms"] *= 1.2
+    arm = arm_of(facts)
+    assert gate_of(arm, "cold_prefill").outcome == "pass"
+    assert gate_of(arm, "warm").outcome == "fail" and arm.outcome == "REJECT"
+
+
+def test_warm_samples_never_count_for_a_cold_gate() -> None:
+    facts = facts_of(5)
+    for block in facts["blocks"]:
+        for cell in block["bench"]["cells"]:
+            if block["arm"] == ARM and cell["state"] == "warm":
+                for sample in cell["samples"]:
+                    sample["prompt_ms"] /= 2
+    assert gate_of(arm_of(facts), "cold_prefill").comparisons[0].ratio == pytest.approx(1.0, rel=0.01)
+
+
+# --- rejecting ---
+
+
+def test_a_slower_arm_is_rejected_with_enough_pairs() -> None:
+    arm = arm_of(facts_of(5, 0.95))
+    assert arm.outcome == "REJECT" and "slower" in arm.reasons[0]
+
+
+def test_one_pair_rejects_only_a_loss_far_beyond_its_repeats() -> None:
+    assert arm_of(facts_of(1, 0.6)).outcome == "REJECT"
+    assert arm_of(facts_of(1, 0.93)).outcome == "INCONCLUSIVE"
+
+
+def test_one_pair_does_not_reject_when_its_repeats_move_as_much_as_the_loss() -> None:
+    facts = facts_of(1, 0.6)
+    for cell in facts["blocks"][0]["bench"]["cells"]:
+        for sample in cell["samples"]:
+            for key in ("prompt_ms", "predicted_ms", "ttft_ms"):
+                sample[key] *= 1 + 0.5 * sample["repeat"]
+    assert arm_of(facts).outcome == "INCONCLUSIVE"
+
+
+def test_the_recorded_run_of_a_busy_machine_stays_inconclusive() -> None:
+    verdict = judge(PLAN, Facts.model_validate(RECORDED))
+    assert verdict.outcome == "INCONCLUSIVE" and [arm.outcome for arm in verdict.arms] == ["INCONCLUSIVE"] * 2
+
+
+def test_a_rank_below_its_floor_is_rejected_whatever_the_speed() -> None:
+    facts = facts_of(5, 1.3)
+    facts["blocks"][1]["ranks"]["rank3"]["memory"]["min_available_mib"] = 1535
+    arm = arm_of(facts)
+    assert arm.outcome == "REJECT" and "rank3 had 1535 MiB" in arm.reasons[0]
+
+
+def test_a_block_that_the_guard_ended_is_rejected_for_memory_and_not_called_invalid() -> None:
+    facts = facts_of(1)
+    facts["blocks"][1]["bench"]["error"] = "the stream broke off"
+    facts["blocks"][1]["ranks"]["rank2"]["memory"]["min_available_mib"] = 900
+    assert arm_of(facts).outcome == "REJECT"
+
+
+def test_another_text_is_rejected_where_the_row_demands_the_same() -> None:
+    plan = plan_of()
+    plan["gates"]["quality"] = {"suite": "long-prefix", "require": "identical"}
+    facts = facts_of(5, 1.05)
+    assert arm_of(facts, plan).outcome == "INCONCLUSIVE"  # the suite itself was not run
+    facts["blocks"][1]["bench"]["cells"][0]["samples"][0]["tokens_sha256"] = "0" * 64
+    arm = arm_of(facts, plan)
+    assert arm.outcome == "REJECT" and "greedy output differs in 1 of" in gate_of(arm, "quality").reason
+
+
+def test_identity_is_not_judged_when_the_baseline_contradicts_itself() -> None:
+    plan = plan_of()
+    plan["gates"]["quality"] = {"suite": "long-prefix", "require": "identical"}
+    facts = facts_of(5, 1.05)
+    facts["blocks"][2]["bench"]["cells"][0]["samples"][0]["tokens_sha256"] = "0" * 64
+    assert gate_of(arm_of(facts, plan), "quality").outcome == "open"
+
+
+def test_reuse_of_a_moved_prefix_that_changes_the_text_is_rejected() -> None:
+    facts = facts_of(5, 1.05)
+    for block in facts["blocks"]:
+        own = block["arm"] == ARM
+        block["observations"] |= {"prefix_reuse_effective": own, "prefix_reuse_identical": not own}
+        block["observations"] |= {"cache_reuse_disabled": False} if own else {}
+    arm = arm_of(facts)
+    assert arm.outcome == "REJECT" and gate_of(arm, "prefix_reuse_text").outcome == "fail"
+    assert any(seen.contradicts and "changes the output" in seen.text for seen in arm.findings)
+
+
+def test_cache_reuse_without_effect_is_a_finding_against_the_hypothesis() -> None:
+    facts = facts_of(1)
+    facts["blocks"][1]["observations"] |= {
+        "prefix_reuse_effective": False,
+        "prefix_reuse_identical": True,
+        "cache_reuse_disabled": True,
+    }
+    assert any(seen.contradicts and "no effect" in seen.text for seen in arm_of(facts).findings)
+
+
+# --- observations ---
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "outcome"),
+    [
+        ({"require": "equals", "limit": False}, False, "pass"),
+        ({"require": "equals", "limit": False}, True, "fail"),
+        ({"require": "at_most", "limit": 0.001}, 0.0009, "pass"),
+        ({"require": "at_most", "limit": 0.001}, 0.0011, "fail"),
+        ({"require": "at_least", "limit": 2}, 3, "pass"),
+        ({"require": "at_least", "limit": 2}, 1, "fail"),
+        ({"require": "not_higher"}, 9, "pass"),
+        ({"require": "not_higher"}, 11, "fail"),
+    ],
+)
+def test_an_observation_gate_says_what_was_seen(gate: dict[str, Any], value: Any, outcome: str) -> None:
+    plan = plan_of(gates={"seen": {"observation": "thing", **gate}})
+    facts = facts_of(1)
+    facts["blocks"][0]["observations"]["thing"] = 10
+    facts["blocks"][1]["observations"]["thing"] = value
+    assert gate_of(arm_of(facts, plan), "seen").outcome == outcome
+
+
+def test_an_observation_that_nothing_speaks_of_leaves_the_gate_open() -> None:
+    plan = plan_of(gates={"seen": {"observation": "rpc_p99", "require": "not_higher"}})
+    arm = arm_of(facts_of(5), plan)
+    assert arm.outcome == "INCONCLUSIVE" and "speaks of rpc_p99" in gate_of(arm, "seen").reason
+
+
+# --- validity ---
+
+
+def spoil_argv(block: dict[str, Any]) -> None:
+    argv = head_unit(block)["argv"]
+    argv[argv.index("--ubatch-size") + 1] = "512"
+
+
+def spoil_environment(block: dict[str, Any]) -> None:
+    head_unit(block)["environment"]["GGML_CUDA_K3_FLASHKDA"] = "0"
+
+
+def spoil_build(block: dict[str, Any]) -> None:
+    head_unit(block)["build_id"] = "feedfacefeedface-00000000"
+
+
+def spoil_binary(block: dict[str, Any]) -> None:
+    units = block["ranks"]["rank2"]["state"]["units"]
+    next(iter(units.values()))["exe_sha256"] = "0" * 64
+
+
+def spoil_unit(block: dict[str, Any]) -> None:
+    head_unit(block)["active"] = "failed"
+
+
+def spoil_state(block: dict[str, Any]) -> None:
+    block["ranks"]["rank1"]["state"] = None
+
+
+def spoil_memory(block: dict[str, Any]) -> None:
+    block["ranks"]["rank1"]["memory"] = None
+
+
+def spoil_harness(block: dict[str, Any]) -> None:
+    block["bench"]["harness_sha256"] = "0" * 64
+
+
+def spoil_samples(block: dict[str, Any]) -> None:
+    for sample in block["bench"]["cells"][0]["samples"]:
+        sample.update(valid=False, why="prefix hit: cache_n is 60, not 0")
+
+
+def spoil_cell(block: dict[str, Any]) -> None:
+    del block["bench"]["cells"][0]
+
+
+def spoil_end(block: dict[str, Any]) -> None:
+    block["bench"]["error"] = "the deadline of 900 s for the whole measurement has passed"
+
+
+def spoil_start(block: dict[str, Any]) -> None:
+    block["bench"] = None
+    block["observations"]["fatal"] = [{"line": "different K (q8_0) and V (f16)", "meaning": "set both alike"}]
+
+
+SPOILERS = [
+    (spoil_argv, "lacks 2048 and has 512"),
+    (spoil_environment, "GGML_CUDA_K3_FLASHKDA=0, planned was GGML_CUDA_K3_FLASHKDA=1"),
+    (spoil_build, "ran feedfacefeedface-00000000 on rank0, planned was"),
+    (spoil_binary, "is not the same file on every rank"),
+    (spoil_unit, "the unit is failed"),
+    (spoil_state, "rank1, worker: no state"),
+    (spoil_memory, "the memory minimum of rank1 is not known"),
+    (spoil_harness, "not measured by one known harness"),
+    (spoil_samples, "cache_n is 60, not 0"),
+    (spoil_cell, "was not measured"),
+    (spoil_end, "not measured to its end: the deadline of 900 s"),
+    (spoil_start, "set both alike"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILERS, ids=[spoil.__name__ for spoil, _ in SPOILERS])
+def test_what_was_not_measured_as_planned_is_invalid_and_says_why(
+    spoil: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    facts = facts_of(5, 1.05)
+    assert arm_of(facts).outcome == "ACCEPT"
+    spoil(facts["blocks"][3])
+    arm = arm_of(facts)
+    assert arm.outcome == "INVALID"
+    assert words in "; ".join(arm.reasons)
+
+
+def test_a_broken_baseline_makes_every_arm_invalid() -> None:
+    facts = facts_of(5, 1.05)
+    spoil_samples(facts["blocks"][2])
+    assert arm_of(facts).outcome == "INVALID"
+
+
+def test_rdma_is_required_only_where_the_plan_says_so_and_must_then_be_proven() -> None:
+    facts = facts_of(5, 1.05)
+    plan = plan_of(transport={"require": "rdma"})
+    assert arm_of(facts, plan).outcome == "INVALID"
+    for block in facts["blocks"]:
+        block["observations"]["rdma_activated"] = True
+    assert arm_of(facts, plan).outcome == "ACCEPT"
+
+
+def test_a_gated_cell_that_only_one_block_lacks_is_invalid_but_an_unjudged_one_is_not() -> None:
+    facts = facts_of(5, 1.05)
+    plan = plan_of()
+    plan["gates"] = {"decode": {"cells": ["tg100"], "require": "not_slower"}}
+    spoil_samples(facts["blocks"][3])  # pp2048 cold: not judged by this plan
+    assert arm_of(facts, plan).outcome == "ACCEPT"
+
+
+# --- the candidate as a whole ---
+
+
+def test_an_empty_run_is_invalid_and_not_an_error() -> None:
+    verdict = judge(PLAN, Facts.model_validate({**RECORDED, "blocks": []}))
+    assert verdict.outcome == "INVALID" and "no pair" in verdict.reason
+
+
+def test_one_good_arm_of_a_sweep_is_enough() -> None:
+    facts = facts_of(5, 1.05)
+    slow = [{**block_of("U2@3072", pair, 0.8), "index": 100 + pair} for pair in range(5)]
+    verdict = judge(PLAN, Facts.model_validate({**facts, "blocks": [*facts["blocks"], *slow]}))
+    assert [arm.outcome for arm in verdict.arms] == ["ACCEPT", "REJECT"]
+    assert verdict.outcome == "ACCEPT" and verdict.best_arm == ARM
+
+
+def test_a_plan_that_lacks_its_gates_is_a_problem_with_a_name() -> None:
+    plan = plan_of()
+    del plan["gates"]
+    with pytest.raises(InputError, match="gates"):
+        judge(plan, Facts.model_validate(RECORDED))
+
+
+def test_judging_twice_gives_the_same_verdict() -> None:
+    facts = Facts.model_validate(facts_of(6, 1.03))
+    assert judge(plan_of(), facts) == judge(plan_of(), facts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.floats(0.3, 3.0), st.floats(0.0, 0.2))
+def test_every_run_gets_one_of_the_four_outcomes_and_few_pairs_never_accept(
+    pairs: int, gain: float, spread: float
+) -> None:
+    verdict = verdict_of(facts_of(pairs, gain, spread))
+    assert verdict.outcome in {"ACCEPT", "REJECT", "INCONCLUSIVE", "INVALID"}
+    assert verdict.outcome != "ACCEPT" or (pairs >= 5 and gain > 1)
+    assert verdict.reason
