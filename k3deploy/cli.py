@@ -73,6 +73,7 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         if cmd_name == "lab" and isinstance(command, click.Group):
             command.add_command(importlib.import_module("k3deploy.commands.lab_model").model)
+            command.add_command(importlib.import_module("k3deploy.commands.lab_production").production)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -115,7 +115,7 @@ class RankState(_Record):
     """A rank as one round trip reports it."""
 
     host: str = ""
-    time: str = ""
+    time: float | None = None  # seconds since the epoch, by the rank's own clock
     kernel: str = ""
     os: str = ""
     arch: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ansible.errors import AnsibleActionFail
@@ -34,6 +35,13 @@ def memory_summary(series, ready_at):
     }
 
 
+def iso_time(seconds):
+    """Seconds since the epoch as an ISO 8601 time in UTC, to the millisecond."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="milliseconds")
+
+
 def write_atomic(path, text):
     """A file is whole or not there: a resumed run trusts what it finds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +69,8 @@ class ActionModule(ActionBase):
                 ranks[name] = self._rank(run_dir, index, name, seen, arguments.get("ready_at"))
             record = {
                 **{key: block[key] for key in ("index", "pair", "arm", "slug")},
-                **{key: arguments.get(key) for key in ("started", "ended", "load_seconds", "void")},
+                **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
+                **{key: arguments.get(key) for key in ("load_seconds", "void")},
                 "bench": arguments.get("bench") or {},
                 "ranks": ranks,
             }

@@ -97,6 +97,10 @@ k3_logs:
   description: Ends of the log files that were asked for.
   type: dict
   returned: when state is stopped
+time:
+  description: When it was stopped, in seconds since the epoch by the rank's clock.
+  type: float
+  returned: when state is stopped
 memory:
   description: "Lines C(seconds since the epoch, least MemAvailable, MemFree) in MiB, one a second."
   type: list
@@ -206,6 +210,7 @@ def stop(module):
     records = {
         "k3_logs": {name: host.tail(path) for name, path in module.params["logs"].items()},
         "memory": memory_series(module.params["memory"]),
+        "time": time.time(),
     }
     names = host.units_matching(module.params["patterns"])
     shown = host.show_units(names)

@@ -174,10 +174,10 @@ class Build:
             *(f"-D{k}={v}" for k, v in sorted(settings.items())),
         ]
 
-    def environment(self, tree: Path) -> dict[str, str]:
+    def environment(self, work: Path) -> dict[str, str]:
         environment = dict(os.environ)
         if self.spec.get("ccache_dir"):
-            environment.update(CCACHE_DIR=self.spec["ccache_dir"], CCACHE_BASEDIR=str(tree.parent), CCACHE_NOHASHDIR="1")
+            environment.update(CCACHE_DIR=self.spec["ccache_dir"], CCACHE_BASEDIR=str(work), CCACHE_NOHASHDIR="1")
         if self.spec["backend"] == "cuda":
             # GB10 images put CUDA on the login PATH only.
             environment["PATH"] = f"{Path(self.spec['cuda']['nvcc']).parent}:{environment.get('PATH', '')}"
@@ -202,7 +202,7 @@ class Build:
             raise BuildError(f"{what} failed (exit {child.returncode}): " + " | ".join(errors[:6]))
 
     def compile(self, tree: Path, build: Path) -> None:
-        environment = self.environment(tree)
+        environment = self.environment(build.parent)
         self.progress("configuring")
         self.run(self.cmake_arguments(tree, build), "cmake", environment)
         jobs = str(self.spec.get("jobs") or os.cpu_count() or 1)
