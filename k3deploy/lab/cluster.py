@@ -134,7 +134,9 @@ class Lab:
             folder.chmod(0o700)
         for name in ("models", "src", "ccache"):
             (config.cache_dir / name).mkdir(parents=True, exist_ok=True)
-        if not config.private_key.exists():
+        public_key = config.private_key.with_suffix(".pub")
+        if not (config.private_key.exists() and public_key.exists()):
+            config.private_key.unlink(missing_ok=True)  # half a pair, from an `up` that was killed right here
             comment = f"k3deploy-{config.name}"
             run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(config.private_key)])
             changes.append("ssh key")

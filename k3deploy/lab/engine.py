@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,14 @@ class Engine:
         self.call("build", "--tag", reference, "--file", file, str(context), timeout_s=1800)
 
     def import_archive(self, archive: Path, reference: str) -> None:
-        self.call("import", str(archive), reference, timeout_s=600)
+        """Make an image of a root file system (a tar file compressed with zstd)."""
+        if self.decision.engine == "podman":
+            self.call("import", str(archive), reference, timeout_s=600)
+            return
+        # Not every docker reads zstd.
+        with tempfile.NamedTemporaryFile(suffix=".tar", dir=archive.parent) as plain:
+            run(["zstd", "-dqf", str(archive), "-o", plain.name], timeout_s=300)
+            self.call("import", plain.name, reference, timeout_s=600)
 
     def remove_image(self, reference: str) -> None:
         self.succeeds("rmi", reference)
@@ -223,24 +231,31 @@ class Engine:
             *("--stop-signal", "SIGRTMIN+3"),
             *self._systemd_options(),
             *mounts,
-            *(image, "/sbin/init"),
+            *(image, *self._init()),
         )
 
     def _systemd_options(self) -> list[str]:
-        if self.decision.engine == "docker":
-            # Docker gives a writable cgroup tree of its own to privileged containers only.
-            tmpfs = [part for folder in ("/run", "/run/lock", "/tmp") for part in ("--tmpfs", f"{folder}:exec")]
-            return ["--privileged", "--cgroupns=private", "--env", "container=docker", *tmpfs]
         # SYS_ADMIN lets systemd sandbox units (ProtectSystem= and the like), SYS_PTRACE lets root see what another
         # user's process runs, NET_ADMIN (of the container's own network) and IPC_LOCK are what a rank's root has.
+        # All of it is less than --privileged, which would hand out the host's devices and kernel settings.
         capabilities = ["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE", "NET_ADMIN", "IPC_LOCK"]
         if self.decision.grant_sys_resource:
             capabilities.append("SYS_RESOURCE")
-        options = ["--systemd=always", "--env", "container=podman", "--cap-add", ",".join(capabilities)]
-        options += ["--security-opt", "label=disable"]
+        options = [part for capability in capabilities for part in ("--cap-add", capability)]
+        options += ["--env", f"container={self.decision.engine}", "--security-opt", "label=disable"]
         if self.decision.apparmor:
             options += ["--security-opt", "apparmor=unconfined"]
-        return options
+        if self.decision.engine == "podman":
+            return [*options, "--systemd=always"]
+        tmpfs = [part for folder in ("/run", "/run/lock", "/tmp") for part in ("--tmpfs", f"{folder}:exec")]
+        return [*options, "--cgroupns=private", *tmpfs]
+
+    def _init(self) -> list[str]:
+        """What the container runs as PID 1."""
+        if self.decision.engine == "podman":
+            return ["/sbin/init"]
+        # Docker mounts the container's own cgroup tree read-only; systemd must write there.
+        return ["sh", "-c", "mount -o remount,bind,rw /sys/fs/cgroup && exec /sbin/init"]
 
     def start(self, rank: Rank) -> None:
         self.call("start", rank.container)

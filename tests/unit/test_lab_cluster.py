@@ -6,9 +6,10 @@ import fcntl
 import json
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -207,6 +208,47 @@ def test_status_of_a_lab_that_was_never_up(lab: Lab, monkeypatch: pytest.MonkeyP
     seen = json.loads(shown.stdout)
     assert next((rank["name"], rank["state"], rank["ssh"]) for rank in seen["ranks"]) == ("rank0", "absent", False)
     assert seen["up"] is False
+
+
+def test_half_a_keypair_is_made_whole(lab: Lab) -> None:
+    lab.up()
+    lab.config.private_key.with_suffix(".pub").unlink()
+    assert lab.up() == ["ssh key"]
+
+
+# -- what a rank's container may do --------------------------------------------------------------------------------
+
+
+def _created_with(monkeypatch: pytest.MonkeyPatch, decision: Decision) -> list[str]:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(
+        Engine,
+        "call",
+        lambda _self, *arguments, **_: calls.append(list(arguments)),  # type: ignore[func-returns-value]
+    )
+    config = lab_config({"HOME": "/h"})
+    Engine(config, decision).create(config.ranks[1], image="i", recipe="r", volumes=["/a:/b:ro"])
+    return calls[0]
+
+
+@pytest.mark.parametrize("engine", ["podman", "docker"])
+def test_a_rank_gets_the_capabilities_of_a_machines_root_but_never_the_hosts_devices(
+    monkeypatch: pytest.MonkeyPatch, engine: Literal["podman", "docker"]
+) -> None:
+    argv = _created_with(monkeypatch, replace(DECISION, engine=engine))
+    assert "--privileged" not in argv
+    assert "--device" not in argv
+    assert {"SYS_ADMIN", "SYS_PTRACE", "SYS_RESOURCE"} < set(argv)
+    assert argv[argv.index("--ip") + 1] == "10.77.53.11"
+
+
+def test_a_capability_that_the_host_lacks_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "SYS_RESOURCE" not in _created_with(monkeypatch, replace(DECISION, grant_sys_resource=False))
+
+
+def test_apparmor_is_lifted_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "apparmor=unconfined" in _created_with(monkeypatch, replace(DECISION, apparmor=True))
+    assert "apparmor=unconfined" not in _created_with(monkeypatch, DECISION)
 
 
 # -- system packages -----------------------------------------------------------------------------------------------
