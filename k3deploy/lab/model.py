@@ -1,11 +1,12 @@
 """Tiny ``kimi-k3`` models from a seed: real architecture, random weights, a working tokenizer.
 
-The lab needs a model that exercises what the large one does (KDA layers with a recurrent state, MLA layers with a compressed K
-cache, a latent mixture of experts, attention residuals) in a few seconds on a CPU. A GGUF made here is byte-identical for one
-(spec, seed, type): every tensor has its own PCG64 stream, keyed by seed and tensor name, of which only the raw 64-bit words are
-used (numpy guarantees those; it does not guarantee its normal variates between versions).
+The lab needs a model that exercises what the large one does (KDA layers with a recurrent state, MLA layers with a
+compressed K cache, a latent mixture of experts, attention residuals) in a few seconds on a CPU. A GGUF made here is
+byte-identical for one (spec, seed, type): every tensor has its own PCG64 stream, keyed by seed and tensor name, of
+which only the raw 64-bit words are used (numpy guarantees those; its normal variates may change between versions).
 
-Names and shapes follow llama.cpp's ``src/models/kimi-k3.cpp``; shapes below are numpy's (rows, columns), the reverse of ggml's.
+Names and shapes follow llama.cpp's ``src/models/kimi-k3.cpp``; shapes below are numpy's (rows, columns), the reverse of
+ggml's.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ CHAT_TEMPLATE = (
 class ModelSpec:
     """The sizes that one tiny model chooses; everything else is as in the real one.
 
-    ``n_embd``, ``n_latent``, ``n_ff``, ``n_ff_expert``, ``q_lora_rank`` and ``n_head`` x 128 are multiples of 256, the block of
-    IQ1_S; ``n_vocab`` is at least 264 (special tokens and bytes).
+    ``n_embd``, ``n_latent``, ``n_ff``, ``n_ff_expert``, ``q_lora_rank`` and ``n_head`` x 128 are multiples of 256, the
+    block of IQ1_S; ``n_vocab`` is at least 264 (special tokens and bytes).
     """
 
     name: str
@@ -154,7 +155,7 @@ def byte_alphabet() -> list[str]:
 
 
 def merges(count: int) -> list[tuple[str, str]]:
-    """The first ``count`` merges, most wanted first: pairs of letters, then a space with a letter or with such a pair."""
+    """The first ``count`` merges, most wanted first: pairs of letters, then a space with a letter or a pair."""
     letters = "etaoinshrdlcumwfgypbvkjxqz"
     space = byte_alphabet()[0x20]
     pairs = [(a, b) for a in letters for b in letters]
@@ -411,18 +412,20 @@ def calibration_text(seed: int, words: int = 8000) -> str:
 
 
 def iq1_s_commands(
-    binaries: Path, source: Path, target: Path, text: Path, imatrix: Path, threads: int = 2
+    binaries: Path, source: Path, target: Path, text: Path, imatrix: Path, threads: int = 1
 ) -> tuple[list[str], list[str]]:
     """The two command lines that make an IQ1_S model: llama-imatrix over ``text``, then llama-quantize with its result.
 
-    Which tensors stay in a finer type is llama-quantize's choice. Run them in this order; ``imatrix`` is an intermediate file.
+    Run them in this order; ``imatrix`` is an intermediate file. Which tensors stay in a finer type is llama-quantize's
+    choice. One thread is the default because ggml's threads wait for each other by spinning: on a busy small machine
+    two are many times slower than one.
     """
     measure = [
         str(binaries / "llama-imatrix"),
         *("-m", str(source)),
         *("-f", str(text)),
         *("-o", str(imatrix)),
-        *("-c", "512", "-b", "2048", "-t", str(threads), "--chunks", "24", "--no-ppl"),
+        *("-c", "512", "-b", "512", "-t", str(threads), "--chunks", "8", "--no-ppl"),
     ]
     quantize = [
         str(binaries / "llama-quantize"),
@@ -435,7 +438,7 @@ def iq1_s_commands(
     return measure, quantize
 
 
-def quantize_iq1_s(binaries: Path, source: Path, target: Path, seed: int, threads: int = 2) -> None:
+def quantize_iq1_s(binaries: Path, source: Path, target: Path, seed: int, threads: int = 1) -> None:
     """Make the IQ1_S model of the f16 model ``source`` at ``target`` with llama.cpp's own tools; atomic (rename)."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".iq1_s-") as scratch:
         work = Path(scratch)
