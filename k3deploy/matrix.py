@@ -83,12 +83,20 @@ class Guards(_Data):
     memlock_mib_per_connection: Annotated[int, Field(ge=1)] | None = None
 
 
+class Ring(_Data):
+    """Compile-time sizes of a build's RDMA transport: one chunk to send and ``depth`` to receive into, pinned."""
+
+    chunk_kib: Annotated[int, Field(ge=1)]
+    depth: Annotated[int, Field(ge=1)]
+
+
 class BuildChange(_Data):
     """What a row needs built: a build that the cluster names, and the source changes that make it."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     patch_sets: list[Text] = Field(default_factory=list)
     needs: Text = Field(description="what that build must contain, in words")
+    ring: Ring | None = None
 
 
 class Row(_Data):

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from k3deploy.build_key import build_key
 from k3deploy.errors import InputError, K3Error, Problem
 from k3deploy.inventory import BuildSpec, Cluster, Model, Rank, Vocabulary
-from k3deploy.matrix import BASELINE, BuildChange, Candidate, Finding, Gate, Guards, Matrix
+from k3deploy.matrix import BASELINE, BuildChange, Candidate, Finding, Gate, Guards, Matrix, Ring
 from k3deploy.settings import flags, merge, render
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts
+    from k3deploy.memory import ModelFacts, RankForecast
 
 MIB = 1 << 20
 SEED = 7
@@ -315,6 +315,8 @@ class _Planner:
         self._check(name, settings, spec)
         notes += self._cpu_notes(settings)
         ladder = settings.get("graph_ladder") or {}
+        forecast, memory_notes = self._memory(settings, spec, build)
+        notes += memory_notes
         return PlannedArm(
             name=name,
             slug=slug(name),
@@ -323,7 +325,7 @@ class _Planner:
             settings=settings,
             warmup={"prefill": ladder.get("prefill", []), "decode": ladder.get("decode", [])},
             processes={rank.name: self._processes(rank, settings, spec) for rank in self.cluster.ranks},
-            forecast=_forecast(self.facts, self.cluster, settings, spec),
+            forecast=forecast,
             notes=notes,
         )
 
@@ -337,6 +339,7 @@ class _Planner:
         if arm.build_key != baseline.build_key:
             differences.append(Difference(key="build", baseline=baseline.build, arm=arm.build))
         notes = [note for note in arm.notes if note not in baseline.notes]
+        notes += _memory_difference(arm.forecast, baseline.forecast)
         if not differences:
             notes.append("this arm is the baseline: what is measured is the spread of the measurement itself")
         return arm.model_copy(update={"differences": differences, "notes": notes})
@@ -398,6 +401,38 @@ class _Planner:
                 notes.append(f"{key} {settings[key]} is more than the {cpus} CPUs of {self.cluster.head.name}")
         return notes
 
+    def _memory(
+        self, settings: Mapping[str, Any], spec: BuildSpec, build: str
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The forecast of one arm, and what of it a reader must not miss."""
+        change = self.candidate.build
+        ring = change.ring if change is not None and change.name == build else None
+        notes = []
+        allowed = self._memlock(settings) // MIB
+        pinned = 0 if ring is None else ring.chunk_kib * (ring.depth + 1) / 1024
+        if allowed and pinned > allowed:
+            notes.append(
+                f"an RPC connection of this build pins {pinned:g} MiB, {allowed} MiB are allowed: the registration "
+                "fails, and the connection falls back to TCP without a log line"
+            )
+        if self.facts is None:
+            return [], notes
+        try:
+            forecast = _forecast(self.facts, self.cluster, settings, spec, ring)
+        except K3Error as error:
+            return [], [*notes, str(error)]
+        floor = self._floor(settings)
+        notes += [
+            f"the forecast leaves {entry['left_mib']:.0f} MiB on {entry['rank']}, the floor is {floor} MiB"
+            for entry in forecast
+            if entry.get("left_mib", floor) < floor
+        ]
+        return forecast, notes
+
+    def _floor(self, settings: Mapping[str, Any]) -> int:
+        floor: int = settings.get("guard_mib", 0)
+        return max(floor, self.candidate.guards.rank_available_mib or 0)
+
     def _devices(self, spec: BuildSpec) -> list[str]:
         """The head's devices in split order. RPC devices would come before a local GPU by default."""
         local = [] if spec.backend == "cpu" or self.cluster.head.local_worker else ["CUDA0"]
@@ -407,7 +442,7 @@ class _Planner:
         return RankProcesses(
             worker=self._worker(rank, settings, spec) if rank.runs_worker else None,
             head=self._head(rank, settings, spec) if rank.is_head else None,
-            guard_mib=max(settings.get("guard_mib", 0), self.candidate.guards.rank_available_mib or 0),
+            guard_mib=self._floor(settings),
         )
 
     def _worker(self, rank: Rank, settings: Mapping[str, Any], spec: BuildSpec) -> Process:
@@ -470,6 +505,22 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with the environment spread out, so that one variable is one difference."""
     flat = {key: value for key, value in settings.items() if key != "environment"}
     return flat | {f"environment.{name}": value for name, value in (settings.get("environment") or {}).items()}
+
+
+def _memory_difference(arm: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What an arm takes more or less than the baseline on each rank, with the parts that make the difference."""
+    texts = []
+    for entry, before in zip(arm, baseline, strict=False):
+        parts = [key for key in {**before, **entry} if key.endswith("_mib") and key not in {"total_mib", "left_mib"}]
+        changed = {key: entry.get(key, 0) - before.get(key, 0) for key in parts}
+        inside = [
+            f"{key.removesuffix('_mib').replace('_', ' ')} {size:+.0f}"
+            for key, size in changed.items()
+            if abs(size) >= 1
+        ]
+        if inside:
+            texts.append(f"{entry['rank']} {entry['total_mib'] - before['total_mib']:+.0f} MiB ({', '.join(inside)})")
+    return [f"memory against the baseline: {'; '.join(texts)}"] if texts else []
 
 
 def _evidence(candidate: Candidate) -> list[str]:
@@ -553,10 +604,7 @@ def _with_sidecar(model: Model) -> Model:
 
 def _read_facts(model: Model) -> ModelFacts | None:
     """The model's architecture: from the GGUF beside the sidecar, else from the inventory, else nothing."""
-    try:
-        from k3deploy.memory import model_facts_from_mapping, read_model_facts
-    except ModuleNotFoundError:
-        return _interim(model)
+    from k3deploy.memory import model_facts_from_mapping, read_model_facts
 
     if model.sidecar is not None and (gguf := Path(model.sidecar).with_suffix(".gguf")).is_file():
         return read_model_facts(gguf)
@@ -564,18 +612,41 @@ def _read_facts(model: Model) -> ModelFacts | None:
 
 
 def _forecast(
-    facts: ModelFacts | None, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec
+    facts: ModelFacts,
+    cluster: Cluster,
+    settings: Mapping[str, Any],
+    spec: BuildSpec,
+    ring: Ring | None,
 ) -> list[dict[str, Any]]:
-    """Memory per rank by part; empty when nothing is known about the model."""
-    return []
+    """One entry a rank: what it holds, MiB by part (those that no rank has are left out), the sum, and what is left."""
+    from k3deploy import memory
+
+    ranks = [
+        memory.Rank(
+            name=rank.name,
+            memory_bytes=(rank.memory_mib or 0) * MIB,
+            device=rank.runs_worker or spec.backend == "cuda",
+            local_worker=rank.local_worker,
+        )
+        for rank in cluster.ranks
+    ]
+    rdma = None
+    if settings.get("rdma") != "off" and cluster.transport.require == "rdma":
+        rdma = memory.RdmaRing(ring.chunk_kib * 1024, ring.depth) if ring else memory.RdmaRing()
+    found = memory.forecast(facts, settings, ranks, backend=spec.backend, rdma=rdma)
+    parts = [part for part in found[0].items if any(one.items[part] for one in found)]
+    return [_forecast_entry(rank, one, parts) for rank, one in zip(cluster.ranks, found, strict=True)]
 
 
-def _interim(model: Model) -> Any:
-    from types import SimpleNamespace
+def _forecast_entry(rank: Rank, found: RankForecast, parts: Sequence[str]) -> dict[str, Any]:
+    held = ", ".join(f"{found.kinds[kind]} {kind}" for kind in sorted(found.kinds)) or "none"
+    entry: dict[str, Any] = {"rank": rank.name, "layers": held + (", output" if found.output_layer else "")}
+    entry |= {f"{part}_mib": _mib(found.items[part]) for part in parts}
+    entry["total_mib"] = _mib(found.total)
+    if rank.memory_mib is not None:
+        entry["left_mib"] = round(rank.memory_mib - found.total / MIB, 1)
+    return entry
 
-    from gguf import GGUFReader
 
-    path = Path(model.sidecar or "").with_suffix(".gguf")
-    if not path.is_file():
-        return None
-    return SimpleNamespace(is_mla=f"{model.arch}.attention.key_length_mla" in GGUFReader(str(path)).fields)
+def _mib(size: int) -> float:
+    return round(size / MIB, 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from k3deploy.errors import InputError, K3Error
 from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Transport
 from k3deploy.matrix import CandidateError, Matrix
+from k3deploy.memory import ModelFacts, model_facts_from_mapping
 from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
 
 MATRIX = Matrix.load(Path(__file__).parents[2] / "inventory" / "matrix")
@@ -68,9 +69,29 @@ def cluster(*, cpu: bool = True, **changes: Any) -> Cluster:
     return Cluster(**(values | changes))
 
 
+@functools.cache
+def facts(mla: bool) -> ModelFacts:
+    """The seed's architecture, or the same with ordinary attention."""
+    return model_facts_from_mapping(
+        {
+            "bytes": 372_000_000_000,
+            "n_layer": 93,
+            "attention_layers": [*range(3, 92, 4), 92],
+            "mla": mla,
+            "n_embd": 7168,
+            "n_head": 96,
+            "n_vocab": 163840,
+            "n_ctx_train": 1 << 20,
+            "key_length": 576,
+            "value_length": 512,
+            "kda_head_dim": 128,
+            "conv_kernel": 4,
+        }
+    )
+
+
 def plan(candidate: str, on: Cluster | None = None, *, mla: bool = True, **options: Any) -> Plan:
-    facts: Any = SimpleNamespace(is_mla=mla)
-    return make_plan(MATRIX, on or cluster(), f"candidate-{candidate}", model_facts=facts, **options)
+    return make_plan(MATRIX, on or cluster(), f"candidate-{candidate}", model_facts=facts(mla), **options)
 
 
 def value_of(arm: PlannedArm, flag: str, rank: str = "r0") -> str:
@@ -384,3 +405,42 @@ def test_whatever_a_cluster_pins_ends_in_a_plan_or_in_words(
         for key, value in scale.items():
             if value is not None and key not in {"cache_type_v", "environment"}:
                 assert arm.settings[key] == value
+
+
+def test_u9_costs_what_the_arithmetic_says_and_the_plan_says_so() -> None:
+    """K rows of 1152 and 612 bytes, 600,000 tokens padded, five to seven MLA layers a rank, one conversion buffer."""
+    baseline, u9 = plan("U9", cluster(cpu=False)).arms
+    layers = [entry["layers"] for entry in baseline.forecast]
+    assert layers == ["18 kda, 6 mla", "18 kda, 5 mla", "18 kda, 6 mla", "15 kda, 7 mla, output"]
+    cells = 600_064
+    for before, after, count in zip(baseline.forecast, u9.forecast, (6, 5, 6, 7), strict=True):
+        assert before["kv_cache_mib"] == round(cells * count * 612 / 2**20, 1)
+        assert after["kv_cache_mib"] == round(cells * count * 1152 / 2**20, 1)
+    average = sum(entry["kv_cache_mib"] for entry in u9.forecast) / 4 / 1024
+    assert average == pytest.approx(3.86, abs=0.01)
+    (note,) = [note for note in u9.notes if note.startswith("memory against the baseline")]
+    assert "r0 +1195 MiB (kv cache +1854, kv conversion -659)" in note
+
+
+def test_a_forecast_below_the_floor_is_noted() -> None:
+    small = [rank.model_copy(update={"memory_mib": 96_000}) for rank in cluster(cpu=False).ranks]
+    notes = plan("U2", cluster(cpu=False, ranks=small)).baseline.notes
+    assert any(re.fullmatch(r"the forecast leaves -?\d+ MiB on r1, the floor is 1536 MiB", note) for note in notes)
+
+
+def test_a_ring_that_pins_more_than_is_allowed_is_noted() -> None:
+    builds = {"default": CUDA_BUILD, "u5": CUDA_BUILD.model_copy(update={"patch_sets": ["u5-rdma-chunk"]})}
+    on = cluster(cpu=False, builds=builds, transport=Transport(require="rdma"))
+    baseline, u5 = plan("U5", on).arms
+    assert any("pins 65 MiB, 64 MiB are allowed" in note for note in u5.notes)
+    assert not any("pins" in note for note in baseline.notes)
+    assert [entry["rdma_pinned_mib"] for entry in u5.forecast] == [195.0, 65.0, 65.0, 65.0]
+    assert baseline.forecast[0]["rdma_pinned_mib"] == pytest.approx(18.75, abs=0.1)
+
+
+def test_what_cannot_be_foreseen_is_said() -> None:
+    row = plan("U2", cluster(scale={"split_mode": "row"}))
+    assert row.baseline.forecast == []
+    assert any("no memory forecast for split_mode row" in note for note in row.baseline.notes)
+    without = make_plan(MATRIX, cluster(), "candidate-U2")
+    assert any("no memory forecast" in note for note in without.notes)
