@@ -362,9 +362,11 @@ def _compute(facts: ModelFacts, server: _Server, layers: Sequence[int], output: 
     the largest layer's activations. The factors are fitted to b11434.
     """
     n_embd = facts.n_embd
-    entering = _banked(facts, layers[0]) if layers else _banked(facts, facts.n_layer)
-    first = bool(layers) and layers[0] == 0
-    inputs = copies * n_embd * (4 if first else 2 * entering + 2)
+    start = layers[0] if layers else facts.n_layer
+    entering = _banked(facts, start)
+    # a rank that begins with a banking layer receives the stack with the new entry already in it
+    crossing = 2 * entering + 2 + (_banked(facts, start + 1) - entering if layers else 0)
+    inputs = copies * n_embd * (4 if start == 0 else crossing)
     peaks = [_layer_elements(facts, layer, entering) for layer in layers]
     if output:
         peaks.append(n_embd * (3 * _banked(facts, facts.n_layer) + 2))

@@ -528,11 +528,35 @@ def ensure_model(
         **recipe,
         "arch": ARCH,
         "vocab": {"first_id": FIRST_MERGE, "last_id": spec.n_vocab - 1, "bos": BOS},
+        "facts": model_facts(spec, path.stat().st_size),
     }
     partial = sidecar.with_name(f".{sidecar.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     partial.replace(sidecar)
     return ModelFile(path, sidecar, sha256, created=True)
+
+
+def model_facts(spec: ModelSpec, size: int) -> dict[str, Any]:
+    """The architecture in the form of an inventory's ``k3_model.facts``; ``size`` is the file's, in bytes."""
+    return {
+        "arch": ARCH,
+        "n_layer": spec.n_layer,
+        "attention_layers": [layer for layer in range(spec.n_layer) if spec.is_mla(layer)],
+        "bytes": size,
+        "n_embd": spec.n_embd,
+        "n_head": spec.n_head,
+        "n_vocab": spec.n_vocab,
+        "n_ctx_train": spec.n_ctx,
+        "key_length": KV_LORA_RANK + ROPE_DIM,
+        "value_length": KV_LORA_RANK,
+        "kda_head_dim": KDA_HEAD_DIM,
+        "conv_kernel": CONV_KERNEL,
+        "n_ff": spec.n_ff,
+        "n_ff_expert": spec.n_ff_expert,
+        "n_expert_used": spec.n_expert_used,
+        "n_latent": spec.n_latent,
+        "residual_block": spec.residual_block,
+    }
 
 
 def _recorded_hash(path: Path, sidecar: Path, recipe: dict[str, Any]) -> str | None:
