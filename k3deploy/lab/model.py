@@ -442,20 +442,22 @@ def quantize_iq1_s(binaries: Path, source: Path, target: Path, seed: int, thread
     """Make the IQ1_S model of the f16 model ``source`` at ``target`` with llama.cpp's own tools; atomic (rename)."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".iq1_s-") as scratch:
         work = Path(scratch)
-        text, imatrix, partial = work / "calibration.txt", work / "imatrix.gguf", work / "model.gguf"
-        text.write_text(calibration_text(seed), encoding="utf-8")
-        for argv in iq1_s_commands(binaries, source, partial, text, imatrix, threads):
-            _run_tool(argv)
-        partial.replace(target)
+        # relative names: llama-quantize writes those of text and matrix into the model
+        text, imatrix, partial = Path("calibration.txt"), Path("imatrix.gguf"), Path("model.gguf")
+        (work / text).write_text(calibration_text(seed), encoding="utf-8")
+        for argv in iq1_s_commands(binaries.resolve(), source.resolve(), partial, text, imatrix, threads):
+            _run_tool(argv, work)
+        (work / partial).replace(target)
 
 
-def _run_tool(argv: Sequence[str]) -> None:
+def _run_tool(argv: Sequence[str], directory: Path) -> None:
     tool = Path(argv[0])
     # the tools of a build tree and of a release find their libraries beside themselves or in ../lib
     search = f"{tool.parent}:{tool.parent.parent / 'lib'}"
     try:
         done = subprocess.run(
             argv,
+            cwd=directory,
             check=False,
             capture_output=True,
             text=True,
