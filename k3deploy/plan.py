@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from k3deploy.build_key import build_key
 from k3deploy.errors import InputError, K3Error, Problem
-from k3deploy.inventory import BuildSpec, Cluster, Model, Rank, Vocabulary
+from k3deploy.inventory import BuildSpec, Cluster, Model, Rank, Transport, Vocabulary
 from k3deploy.matrix import BASELINE, BuildChange, Candidate, Finding, Gate, Guards, Matrix, Ring
 from k3deploy.settings import flags, merge, render
 
@@ -144,6 +144,7 @@ class Plan(_Data):
     inventory: str
     ranks: list[str]
     model: Model
+    transport: Transport
     rows: list[RowSummary]
     arms: list[PlannedArm]
     harness: dict[str, Any]
@@ -194,6 +195,7 @@ def make_plan(
         inventory=cluster.inventory,
         ranks=[rank.name for rank in cluster.ranks],
         model=model,
+        transport=cluster.transport,
         rows=[RowSummary.model_validate(row.model_dump(include=set(RowSummary.model_fields))) for row in resolved.rows],
         arms=arms,
         harness=planner.harness,

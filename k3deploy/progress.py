@@ -1,7 +1,7 @@
 """Progress of a run, from Ansible's events: by phase and rank on a terminal, in plain timed lines elsewhere.
 
 A *phase* comes from the name of a play, or of a task that opens a phase inside a play: ``Build | compile``, ``Close |
-bring production back``, ``Start | workers of U2@2048 (block 1)``. Inside a phase, a task's result may carry
+bring production back``, ``Start | workers, block 1 (U2@2048)``. Inside a phase, a task's result may carry
 ``k3_progress: {phase, message, done, total}``, in the tries of an ``until`` loop as well. Every phase and every
 ``k3_progress`` is also written to ``events.ndjson``.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 15.0
 # Phases that tasks open inside a longer play; a task that names its block belongs to that block's phase.
 _TASK_PHASES = frozenset(("window", "close"))
-_BLOCK = re.compile(r"(?:^|\()block (\d+)\b")
+_BLOCK = re.compile(r"\bblock (\d+)\b")
 State = Literal["running", "done", "failed", "stopped"]
 
 

@@ -11,6 +11,13 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 
+def iso_time(seconds):
+    """Seconds since the epoch as an ISO 8601 time in UTC, to the millisecond."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="milliseconds")
+
+
 def memory_summary(series, ready_at):
     """Least MemAvailable (MiB) over the block, and apart for load (before the head was ready) and run."""
     if not series:
@@ -27,19 +34,12 @@ def memory_summary(series, ready_at):
     run = [row[1] for row in series if ready_at is not None and row[0] > ready_at]
     return {
         "min_available_mib": least[1],
-        "min_at": least[0],
+        "min_at": iso_time(least[0]),
         "samples": len(series),
         "load_min_mib": min(load, default=None),
         "run_min_mib": min(run, default=None),
         "series": series,
     }
-
-
-def iso_time(seconds):
-    """Seconds since the epoch as an ISO 8601 time in UTC, to the millisecond."""
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="milliseconds")
 
 
 def write_atomic(path, text):

@@ -30,10 +30,10 @@ UNIT_PROPERTIES = (
 )
 
 
-def run(argv, timeout=20):
+def run(argv, timeout=20, stdin=""):
     """Run a command; return (rc, stdout, stderr). A missing program is rc 127, a hung one rc 124."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
     except FileNotFoundError:
         return 127, "", f"{argv[0]}: not found"
     except subprocess.TimeoutExpired:

@@ -25,6 +25,14 @@ options:
   input_path:
     description: Where O(input) goes.
     type: path
+  check_argv:
+    description:
+      - Program and arguments for check mode. Reads O(input) as JSON on its standard input and says as JSON on its standard output what the job's
+        result would be, without changing anything.
+      - Without it, or where it fails (on a clean rank it is not installed yet), check mode says that the job would run.
+    type: list
+    elements: str
+    default: []
   result:
     description: JSON file that the job writes when it ends. Removed before a new start.
     type: path
@@ -64,7 +72,7 @@ author: [the k3deploy project (@k3deploy)]
 attributes:
   check_mode:
     support: full
-    description: Says that the job would run.
+    description: Says whether the job would change anything, where O(check_argv) can tell; otherwise that it would run.
 """
 
 EXAMPLES = r"""
@@ -126,6 +134,18 @@ def start(module, unit):
         module.fail_json(msg=f"systemd-run {unit} failed: {err.strip()}")
 
 
+def dry_run(params):
+    """The job's result as its own check foresees it; empty where that cannot be told."""
+    if not params["check_argv"]:
+        return {}
+    # As long as reading everything that the job depends on may take.
+    rc, out, _err = host.run(params["check_argv"], timeout=600, stdin=json.dumps(params["input"] or {}))
+    try:
+        return json.loads(out) if rc == 0 else {}
+    except ValueError:
+        return {}
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -133,6 +153,7 @@ def main():
             "argv": {"type": "list", "elements": "str", "required": True},
             "input": {"type": "dict"},
             "input_path": {"type": "path"},
+            "check_argv": {"type": "list", "elements": "str", "default": []},
             "result": {"type": "path", "required": True},
             "progress": {"type": "path"},
             "log": {"type": "path", "required": True},
@@ -147,7 +168,8 @@ def main():
     )
     params = module.params
     if module.check_mode:
-        module.exit_json(changed=True, finished=True, result={})
+        foreseen = dry_run(params)
+        module.exit_json(changed=foreseen.get("changed", True), finished=True, result=foreseen)
     unit = params["name"] + ".service"
     # The token outlives one call of an `until` loop: the first call starts the job, the later ones attach to it.
     mark = params["result"] + ".running"

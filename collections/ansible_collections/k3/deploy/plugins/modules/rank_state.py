@@ -22,6 +22,10 @@ options:
     description: Whether this rank is the head, so that production's head is asked over HTTP.
     type: bool
     default: false
+  is_worker:
+    description: Whether production runs a worker on this rank.
+    type: bool
+    default: true
   tools:
     description: Programs whose presence and path are reported.
     type: list
@@ -95,9 +99,10 @@ def unit_state(shown, root):
     return state
 
 
-def production_state(production, is_head):
+def production_state(production, is_head, is_worker):
     """Production as it is now: units, hashes of its files, and whether its head answers."""
-    names = [name for name in (production.get("head_unit") if is_head else None, production.get("worker_unit")) if name]
+    wanted = (production.get("head_unit") if is_head else None, production.get("worker_unit") if is_worker else None)
+    names = [name for name in wanted if name]
     shown = host.show_units(names)
     files = list(production.get("unit_files") or []) + list(production.get("binaries") or [])
     state = {
@@ -170,6 +175,7 @@ def main():
             "root": {"type": "path", "default": "/opt/k3deploy"},
             "production": {"type": "dict", "default": {}},
             "is_head": {"type": "bool", "default": False},
+            "is_worker": {"type": "bool", "default": True},
             "tools": {"type": "list", "elements": "str", "default": []},
             "paths": {"type": "list", "elements": "path", "default": []},
             "hashes": {"type": "list", "elements": "path", "default": []},
@@ -180,7 +186,7 @@ def main():
     names = host.units_matching(["k3-candidate*"])
     try:
         shown = host.show_units(names)
-        production = production_state(module.params["production"], module.params["is_head"])
+        production = production_state(module.params["production"], module.params["is_head"], module.params["is_worker"])
     except OSError as error:
         module.fail_json(msg=f"this rank has no usable systemd: {error}")
     units = {name: unit_state(value, root) for name, value in shown.items()}

@@ -80,8 +80,11 @@ def held(releases, wanted):
 
 
 def intact(folder, files):
-    """Whether a release directory holds exactly what the manifest says."""
-    return all(host.sha256_file(os.path.join(folder, relative)) == item["sha256"] for relative, item in files.items())
+    """Whether a release directory holds exactly what the manifest says: a library too many would be loaded like the others."""
+    present = {os.path.relpath(os.path.join(place, name), folder) for place, _folders, names in os.walk(folder) for name in names}
+    return present == {*files, "manifest.json"} and all(
+        host.sha256_file(os.path.join(folder, relative)) == item["sha256"] for relative, item in files.items()
+    )
 
 
 def assemble(module, folder, files, have):

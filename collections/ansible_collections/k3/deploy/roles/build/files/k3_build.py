@@ -3,6 +3,7 @@
 
 Reads a spec (JSON) and writes `result` and `progress` (JSON, atomically). The build id is `<build key>-<8 hex>`, where the second part covers what
 only the builder knows: the toolchain's versions and the content of a source tree. A build whose manifest is intact is not built again.
+With --check, reads the spec from standard input and says on standard output whether there is anything to build.
 """
 
 from __future__ import annotations
@@ -68,14 +69,15 @@ def hash_tree(tree: Path) -> str:
 class Build:
     """One build from its spec to its manifest."""
 
-    def __init__(self, spec: dict, progress: Path) -> None:
+    def __init__(self, spec: dict, progress: Path | None) -> None:
         self.spec = spec
         self.progress_path = progress
         self.builds = Path(spec["root"]) / "builds"
         self.started = time.time()
 
     def progress(self, message: str, done: int = 0, total: int = 0) -> None:
-        write_json(self.progress_path, {"message": message, "done": done, "total": total, "started": self.started})
+        if self.progress_path:
+            write_json(self.progress_path, {"message": message, "done": done, "total": total, "started": self.started})
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -241,9 +243,7 @@ class Build:
         text = (done.stdout + done.stderr).strip()
         # Some of them answer --help with exit 1; the loader says 127, a wrong processor ends it by a signal.
         if done.returncode not in (0, 1) or not text:
-            raise BuildError(
-                f"{target} does not start on the builder (exit {done.returncode}): {text[:200] or 'it is built for another processor'}"
-            )
+            raise BuildError(f"{target} does not start on the builder (exit {done.returncode}): {text[:200] or 'it is built for another processor'}")
         return text.splitlines()[0][:200]
 
     def manifest(self, release: Path, build: Path, identity: str, toolchain: dict[str, str], build_id: str) -> dict:
@@ -286,11 +286,20 @@ class Build:
             "seconds": round(time.time() - self.started, 1),
         }
 
-    def main(self) -> dict:
+    def identify(self) -> tuple[dict[str, str], str, str]:
+        """(toolchain, source identity, build id): everything that names this build."""
         toolchain = self.toolchain() if self.spec["source"]["kind"] != "prebuilt" else {}
         identity = self.source_identity()
         tail = hashlib.sha256(json.dumps([toolchain, identity], sort_keys=True).encode()).hexdigest()[:8]
-        build_id = f"{self.spec['key']}-{tail}"
+        return toolchain, identity, f"{self.spec['key']}-{tail}"
+
+    def foresee(self) -> dict:
+        """What `main` would answer, without building: the manifest is known when the build is there."""
+        known = existing(self.builds / self.identify()[2])
+        return {"changed": False, "manifest": known} if known else {"changed": True}
+
+    def main(self) -> dict:
+        toolchain, identity, build_id = self.identify()
         final = self.builds / build_id
         known = existing(final)
         if known:
@@ -358,18 +367,26 @@ def cmake_cache(path: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--progress", type=Path, required=True)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--spec", type=Path)
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--progress", type=Path)
     arguments = parser.parse_args()
-    build = Build(json.loads(arguments.spec.read_text()), arguments.progress)
+    if not arguments.check and None in (arguments.spec, arguments.result, arguments.progress):
+        parser.error("--spec, --result and --progress are needed, or --check")
     try:
-        result = build.main()
+        if arguments.check:
+            result = Build(json.load(sys.stdin), None).foresee()
+        else:
+            result = Build(json.loads(arguments.spec.read_text()), arguments.progress).main()
     except BuildError as error:
         result = {"error": str(error)}
     except OSError as error:
         result = {"error": f"{error.strerror}: {error.filename}"}
-    write_json(arguments.result, result)
+    if arguments.check:
+        print(json.dumps(result))
+    else:
+        write_json(arguments.result, result)
     return 1 if "error" in result else 0
 
 

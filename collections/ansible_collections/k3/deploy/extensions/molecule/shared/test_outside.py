@@ -1,0 +1,25 @@
+"""Isolation: a role writes below its root and its own units, and nowhere else on the rank's disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from testinfra.host import Host
+
+OURS = ("/opt/k3deploy", "/etc/systemd/system/k3-candidate")
+ACCOUNTS = ("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/subuid", "/etc/subgid", "/etc/.pwd.lock")
+PRODUCTION = (
+    "/opt/llama-production",
+    "/etc/systemd/system/llama-production",
+    "/etc/systemd/system/multi-user.target.wants/llama-production",
+)
+# What a scenario's role is for, beside that.
+ALLOWED = {"base": ACCOUNTS, "lab_production": (*ACCOUNTS, *PRODUCTION), "preflight": ()}
+
+
+def test_nothing_outside_was_written(rank0: Host, rank1: Host, written: Callable[[Host], set[str]]) -> None:
+    scenario = os.environ["MOLECULE_SCENARIO_NAME"]
+    allowed = (*OURS, *ALLOWED.get(scenario, ()))
+    for rank in (rank0, rank1):
+        assert sorted(path for path in written(rank) if not path.startswith(allowed)) == []
