@@ -114,7 +114,9 @@ def _fetch_build(lab: Lab, key: str, kept: Path) -> str:
         with archive.open("wb") as sink:
             command = f"cd /opt/k3deploy/builds && tar --create --dereference {key}-*"
             subprocess.run([*ssh, command], stdout=sink, check=True, timeout=120)
-        subprocess.run(["tar", "--extract", "--file", str(archive), "--directory", place, "--no-same-owner"], check=True)
+        subprocess.run(
+            ["tar", "--extract", "--file", str(archive), "--directory", place, "--no-same-owner"], check=True
+        )
         (folder,) = Path(place).glob(f"{key}-*")
         assert _intact(folder), f"{folder.name} was damaged on its way"
         shutil.rmtree(kept / folder.name, ignore_errors=True)

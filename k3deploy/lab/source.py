@@ -48,8 +48,9 @@ def ensure_source(directory: Path, pin: SourcePin = LLAMA_CPP, progress: Callabl
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         fetched = Path(place) / pin.filename
         if done.returncode != 0 or not fetched.is_file():
+            said = (done.stderr.strip() or "no file came")[-300:]
             raise K3Error(
-                f"the source archive {pin.filename} could not be fetched: {(done.stderr.strip() or 'no file came')[-300:]}",
+                f"the source archive {pin.filename} could not be fetched: {said}",
                 remedy=f"fetch it by hand (sha256 {pin.sha256}) and put it at {final}",
             )
         found = _sha256(fetched)

@@ -173,7 +173,11 @@ def test_another_arm_that_still_runs_is_a_problem(running: dict) -> None:
 def test_the_least_memory_is_told_apart_for_load_and_run() -> None:
     summary = memory_summary([[1.0, 900, 5], [2.0, 700, 5], [3.0, 800, 5]], ready_at=1.5)
     assert summary["min_available_mib"] == 700
-    assert (summary["load_min_mib"], summary["run_min_mib"], summary["min_at"]) == (900, 700, "1970-01-01T00:00:02.000+00:00")
+    assert (summary["load_min_mib"], summary["run_min_mib"], summary["min_at"]) == (
+        900,
+        700,
+        "1970-01-01T00:00:02.000+00:00",
+    )
 
 
 def test_a_block_without_samples_says_that_nothing_is_known() -> None:
