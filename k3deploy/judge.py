@@ -29,8 +29,6 @@ Metric = Literal["speed", "ttft"]
 
 SUPERIOR = 1.02  # a gain below 2 % is not worth a change
 NOT_INFERIOR = 0.99
-CLEAR_HARM = 0.90  # with one pair, only a loss beyond this and beyond the repeats' own range counts as harm
-HARM_RANGES = 3.0
 
 
 # --- the plan, as far as a verdict needs it --------------------------------------------------------------------------
@@ -450,8 +448,7 @@ class _ArmJudge:
             return "open", f"{what} was not measured in both arms"
         change = f"{what} {_percent(found.ratio)}"
         if found.low is None or found.high is None:
-            if self._clear_harm(found):
-                return "fail", f"{change} in one pair, far beyond what its repeats move"
+            # However large: the spread between two starts of one arm is not known from one start.
             return "open", f"{change} in one pair"
         interval = f"{change} (95 % interval {_percent(found.low)} to {_percent(found.high)}, {found.pairs} pairs)"
         if found.high < NOT_INFERIOR:
@@ -465,19 +462,6 @@ class _ArmJudge:
                 return "fail", f"{interval}: no gain of {_percent(SUPERIOR)} is left to hope for"
             return "open", interval
         return ("pass", interval) if found.low > NOT_INFERIOR else ("open", interval)
-
-    def _clear_harm(self, found: Comparison) -> bool:
-        """Harm that one pair is enough for: a large loss, and no sample of the arm as good as any of the baseline."""
-        if found.ratio is None or found.ratio >= CLEAR_HARM or not self.pairs:
-            return False
-        before, after = self.pairs[0]
-        one = _samples(before.cell(found.cell, found.state), found.metric)
-        other = _samples(after.cell(found.cell, found.state), found.metric)
-        if min(len(one), len(other)) < 2 or max(other) >= min(one):
-            return False
-        repeats = max(stats.log_range(one), stats.log_range(other))
-        loss = -((stats.median_log(other) or 0.0) - (stats.median_log(one) or 0.0))
-        return loss > HARM_RANGES * repeats
 
     def _identity_gate(self, name: str, gate: _Gate) -> GateResult:
         """Greedy output on equal prompts. What was not run as a suite is judged by the texts of the cells."""

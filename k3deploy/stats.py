@@ -45,12 +45,6 @@ def median_log(values: Sequence[float]) -> float | None:
     return statistics.median(logs) if logs else None
 
 
-def log_range(values: Sequence[float]) -> float:
-    """Largest less smallest logarithm inside one block: what repeats alone can move."""
-    logs = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
-    return max(logs) - min(logs) if logs else 0.0
-
-
 def estimate(differences: Sequence[float]) -> Estimate | None:
     """The ratio and its interval from the paired differences; ``None`` without any.
 

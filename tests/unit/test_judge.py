@@ -135,18 +135,9 @@ def test_a_slower_arm_is_rejected_with_enough_pairs() -> None:
     assert arm.outcome == "REJECT" and "slower" in arm.reasons[0]
 
 
-def test_one_pair_rejects_only_a_loss_far_beyond_its_repeats() -> None:
-    assert arm_of(facts_of(1, 0.6)).outcome == "REJECT"
-    assert arm_of(facts_of(1, 0.93)).outcome == "INCONCLUSIVE"
-
-
-def test_one_pair_does_not_reject_when_its_repeats_move_as_much_as_the_loss() -> None:
-    facts = facts_of(1, 0.6)
-    for cell in facts["blocks"][0]["bench"]["cells"]:
-        for sample in cell["samples"]:
-            for key in ("prompt_ms", "predicted_ms", "ttft_ms"):
-                sample[key] *= 1 + 0.5 * sample["repeat"]
-    assert arm_of(facts).outcome == "INCONCLUSIVE"
+def test_one_pair_decides_no_speed_however_large_the_loss() -> None:
+    assert arm_of(facts_of(1, 0.6)).outcome == "INCONCLUSIVE"
+    assert arm_of(facts_of(3, 0.6)).outcome == "REJECT"
 
 
 def test_the_recorded_run_of_a_busy_machine_stays_inconclusive() -> None:
