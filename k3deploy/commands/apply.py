@@ -61,6 +61,7 @@ Ctrl-C once stops the work and brings production back. The exit code is the verd
 @runs_option
 @click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
+@click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
 @click.option("--resume", type=RunType(), help="Go on with this run (an id, or latest); measured blocks are kept.")
 @click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
@@ -75,6 +76,7 @@ def apply(
     runs: Path,
     pairs: int | None,
     cells: str | None,
+    repeats: int | None,
     resume: str | None,
     check: bool,
     yes: bool,
@@ -86,14 +88,21 @@ def apply(
     from k3deploy.store import Store, lock
 
     store = Store(runs)
-    options: dict[str, Any] = {"pairs": pairs, "cells": cells}
+    options: dict[str, Any] = {"pairs": pairs, "cells": cells, "repeats": repeats}
     run: Run | None = None
     if resume is not None:
         run = store.load(resume)
         candidate, inventory, options = _as_before(ctx, run, candidate, inventory, options)
     elif candidate is None:
         raise UsageProblem("which candidate?", remedy="k3deploy matrix lists them; k3deploy apply candidate-U2")
-    planned = planning.make(candidate, inventory, matrix_dir, options["pairs"], planning.split_cells(options["cells"]))
+    planned = planning.make(
+        candidate,
+        inventory,
+        matrix_dir,
+        options["pairs"],
+        planning.split_cells(options["cells"]),
+        options["repeats"],
+    )
     if check:
         return _check(planned, candidate, render_run_layer(planned.plan))
     with lock(planned.cluster.name, f"apply {candidate}"):

@@ -40,12 +40,19 @@ Contacts no rank and changes nothing."""
 @matrix_option
 @click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
+@click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
 @json_option
 def plan(
-    candidate: str, inventory: Path, matrix_dir: Path | None, pairs: int | None, cells: str | None, as_json: bool
+    candidate: str,
+    inventory: Path,
+    matrix_dir: Path | None,
+    pairs: int | None,
+    cells: str | None,
+    repeats: int | None,
+    as_json: bool,
 ) -> None:
     """Resolve CANDIDATE: processes, differences from the baseline, memory, gates and blocks."""
-    planned = planning.make(candidate, inventory, matrix_dir, pairs, planning.split_cells(cells))
+    planned = planning.make(candidate, inventory, matrix_dir, pairs, planning.split_cells(cells), repeats)
     if as_json:
         print_json(planned.mapping)
         return

@@ -28,6 +28,7 @@ def make(
     matrix_dir: Path | None,
     pairs: int | None = None,
     cells: Sequence[str] = (),
+    repeats: int | None = None,
 ) -> Planned:
     """Load matrix and inventory and resolve the plan; raises ``K3Error``. Contacts no rank."""
     from k3deploy import inventory as inventories
@@ -36,7 +37,8 @@ def make(
 
     cluster = inventories.load(inventory)
     matrix = Matrix.load(matrix_dir or Path(cluster.matrix))
-    options: dict[str, Any] = {} if pairs is None else {"pairs": pairs}
+    given = {"pairs": pairs, "repeats": repeats}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     plan = make_plan(matrix, cluster, candidate, cells=list(cells) or None, **options)
     # Absolute, so that a run resumed from another working directory has the same plan.
     plan = plan.model_copy(update={"inventory": str(inventory.resolve())})

@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from k3deploy.commands import apply, options, planning
 from k3deploy.commands.options import UsageProblem
-from k3deploy.commands.plan import show
+from k3deploy.commands.plan import plan, show
 from k3deploy.commands.planning import Planned
 from k3deploy.store import Run, Store
 
@@ -165,6 +166,15 @@ def test_a_resumed_run_keeps_its_candidate_inventory_and_options(store: Store, t
         )
         with pytest.raises(UsageProblem, match="is of candidate-U2, not of candidate-U9"):
             apply._as_before(context, run, "candidate-U9", tmp_path, given)
+
+
+def test_pairs_and_repeats_shape_what_is_measured() -> None:
+    place = Path(__file__).parents[2] / "inventory/gb10"
+    command = ["candidate-U9", "-i", str(place), "--pairs", "3", "--repeats", "1", "--json"]
+    done = CliRunner().invoke(plan, command)
+    assert done.exit_code == 0, done.output
+    made = json.loads(done.stdout)
+    assert (len(made["blocks"]), made["bench"]["repeats"]) == (6, 1)
 
 
 def test_cells_are_split_at_commas() -> None:
