@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
+from k3deploy import patches
 from k3deploy.inventory import BuildSpec, Source
 
 KEY_LENGTH = 16
@@ -21,15 +23,16 @@ def source_identity(source: Source) -> dict[str, Any]:
     return {"kind": source.kind, **{key: getattr(source, key) for key in keys[source.kind]}}
 
 
-def build_key(spec: BuildSpec) -> str:
+def build_key(spec: BuildSpec, patch_directory: Path | None = None) -> str:
     """The first 16 hex digits of the sha256 over source identity, patch sets, backend, cmake, cuda and targets.
 
-    The order of patch sets counts (they are applied in order); the order of cmake settings and targets does not. Jobs,
+    A patch set counts by name and content, wherever it lies (``patch_directory``, else the collection). The order of
+    patch sets counts (they are applied in order); the order of cmake settings and targets does not. Jobs,
     markers and what is known about the binary's behaviour change nothing that is compiled.
     """
     identity = {
         "source": source_identity(spec.source),
-        "patch_sets": spec.patch_sets,
+        "patch_sets": patches.hashes(spec.patch_sets, patch_directory),
         "backend": spec.backend,
         "cmake": spec.cmake,
         "cuda": None if spec.cuda is None else spec.cuda.model_dump(),

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "matrix": ("k3deploy.commands.matrix", "matrix", "List the rows to try, or show one."),
     "facts": ("k3deploy.commands.facts", "facts", "Print what a run measured, or validate a facts file."),
     "report": ("k3deploy.commands.report", "report", "Judge a run again and rewrite its report; list runs."),
+    "patch": ("k3deploy.commands.patch", "patch", "List, check and apply the source changes that rows need."),
     "lab": ("k3deploy.commands.lab", "lab", "Four ranks on this machine to try everything on."),
     "complete": ("k3deploy.commands.complete", "complete", "Print the completion script for your shell."),
 }

@@ -95,6 +95,9 @@ class BuildChange(_Data):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     patch_sets: list[Text] = Field(default_factory=list)
+    cmake: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], Text] = Field(
+        default_factory=dict, description="settings of the configure line that the patch sets add"
+    )
     needs: Text = Field(description="what that build must contain, in words")
     ring: Ring | None = None
 

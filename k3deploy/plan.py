@@ -188,7 +188,7 @@ def make_plan(
     planner = _Planner(matrix, cluster, resolved, facts)
     arms = planner.arms()
     baseline = arms[0]
-    builds = {arm.build_key: {"name": arm.build, **_spec(cluster.builds[arm.build])} for arm in arms}
+    builds = {arm.build_key: {"name": arm.build, **_spec(planner.builds[arm.build])} for arm in arms}
     return Plan(
         candidate=candidate,
         cluster=cluster.name,
@@ -257,6 +257,7 @@ class _Planner:
         self.cluster = cluster
         self.candidate = candidate
         self.facts = facts
+        self.builds = dict(cluster.builds)
         self.harness = merge(matrix.baseline.harness.values(), candidate.harness)
 
     def arms(self) -> list[PlannedArm]:
@@ -292,8 +293,33 @@ class _Planner:
         return notes
 
     def _build(self, change: BuildChange) -> str:
-        if change.name in self.cluster.builds:
-            return change.name
+        """The name of the build that a row needs: the cluster's own, or the baseline's with the row's patch sets."""
+        if change.name not in self.builds:
+            self.builds[change.name] = self._patched(change)
+        return change.name
+
+    def _patched(self, change: BuildChange) -> BuildSpec:
+        from k3deploy import patches
+
+        base = self.cluster.builds[self.cluster.build]
+        known = patches.list_names()
+        if change.patch_sets and all(name in known for name in change.patch_sets):
+            names = [*base.patch_sets, *(name for name in change.patch_sets if name not in base.patch_sets)]
+            chosen = patches.select(names)
+            if base.source.kind == "prebuilt":
+                raise PlanError(
+                    f"{self.candidate.name} changes the source, but {self.cluster.name}'s build {self.cluster.build} "
+                    "is prebuilt",
+                    remedy=f"Give its source in the inventory, or name a build that has it: k3_builds.{change.name}.",
+                )
+            needs_cuda = [one.name for one in chosen if one.manifest.backend == "cuda"]
+            if base.backend == "cpu" and needs_cuda:
+                raise PlanError(
+                    f"{self.candidate.name} needs CUDA: patch set {', '.join(needs_cuda)} changes CUDA kernels, and "
+                    f"{self.cluster.name} builds for the CPU",
+                    remedy="Try it on a cluster whose build has backend: cuda.",
+                )
+            return base.model_copy(update={"patch_sets": names, "cmake": {**base.cmake, **change.cmake}})
         needed = f"patch set {', '.join(change.patch_sets)}" if change.patch_sets else "a binary that is not made here"
         raise PlanError(
             f"{self.candidate.name} needs {needed}, which is not available on {self.cluster.name}: {change.needs}",
@@ -304,7 +330,7 @@ class _Planner:
         )
 
     def _arm(self, name: str, row: Mapping[str, Any], build: str) -> PlannedArm:
-        spec = self.cluster.builds[build]
+        spec = self.builds[build]
         settings = merge(
             self.matrix.baseline.settings.values(), self.harness, self.cluster.settings, row, self.cluster.scale
         )

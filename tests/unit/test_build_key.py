@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,56 @@ SPEC: dict[str, Any] = {
 }
 
 
+PATCH = """--- a/{name}.c
++++ b/{name}.c
+@@ -1 +1 @@
+-one
++{text}
+"""
+
+
+def write_set(root: Path, name: str, text: str = "other") -> None:
+    """A patch set whose only change makes one file say ``text``."""
+    directory = root / name
+    directory.mkdir(exist_ok=True)
+    (directory / "0001-change.patch").write_text(PATCH.format(name=name, text=text))
+    (directory / "manifest.yml").write_text(
+        f"""
+name: {name}
+what: a change
+upstream: {{project: llama.cpp, build: b1}}
+licence: MIT
+backend: any
+patches: [0001-change.patch]
+files: [{{path: {name}.c, before: "{"a" * 64}", after: "{"b" * 64}"}}]
+"""
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patch_sets(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global PATCH_SETS
+    PATCH_SETS = tmp_path_factory.mktemp("patches")
+    for name in ("one", "two"):
+        write_set(PATCH_SETS, name)
+
+
+PATCH_SETS = Path()
+
+
 def key(**changes: object) -> str:
-    return build_key(BuildSpec.model_validate({**SPEC, **changes}))
+    return build_key(BuildSpec.model_validate({**SPEC, **changes}), PATCH_SETS)
+
+
+def test_the_content_of_a_patch_set_changes_the_key_and_its_description_does_not(tmp_path: Path) -> None:
+    spec = BuildSpec.model_validate({**SPEC, "patch_sets": ["one"]})
+    write_set(tmp_path, "one")
+    before = build_key(spec, tmp_path)
+    manifest = tmp_path / "one" / "manifest.yml"
+    manifest.write_text(manifest.read_text().replace("a change", "the same change, said better"))
+    assert build_key(spec, tmp_path) == before
+    write_set(tmp_path, "one", "something else")
+    assert build_key(spec, tmp_path) != before
 
 
 def test_a_key_is_sixteen_hexadecimal_digits() -> None:
@@ -73,4 +122,4 @@ FLAGS = st.dictionaries(st.from_regex(r"[A-Z_]{1,8}", fullmatch=True), st.sample
 
 @given(FLAGS, FLAGS)
 def test_keys_are_equal_exactly_when_the_flags_are(one: dict[str, str], other: dict[str, str]) -> None:
-    assert (key(cmake=one) == key(cmake=other)) == (one == other)
+    assert (key(cmake=one, patch_sets=[]) == key(cmake=other, patch_sets=[])) == (one == other)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3deploy.errors import InputError, K3Error
-from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Transport
+from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Source, Transport
 from k3deploy.matrix import CandidateError, Matrix
 from k3deploy.memory import ModelFacts, model_facts_from_mapping
 from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
@@ -253,7 +253,42 @@ def test_rounds_run_baseline_and_arms_side_by_side_and_turn_around() -> None:
     assert [block.index for block in blocks] == list(range(9))
 
 
-@pytest.mark.parametrize(("row", "build"), [("U1", "u1"), ("U5", "u5"), ("U8", "u8"), ("U10", "u10")])
+@pytest.mark.parametrize(
+    ("row", "name", "cmake"),
+    [
+        ("U5", "u5-rdma-chunk", {"GGML_RPC_RDMA_CHUNK": "1048576", "GGML_RPC_RDMA_RX_DEPTH": "64"}),
+        ("U8", "u8-rpc-timing", {}),
+    ],
+)
+def test_a_row_whose_patch_sets_are_here_is_built_from_the_baselines_source(
+    row: str, name: str, cmake: dict[str, str]
+) -> None:
+    found = plan(row)
+    baseline, arm = found.arms
+    assert arm.build == row.lower()
+    spec = found.builds[arm.build_key]
+    before = found.builds[baseline.build_key]
+    assert spec["patch_sets"] == [name] and before["patch_sets"] == []
+    assert spec["source"] == before["source"]
+    assert spec["cmake"] == before["cmake"] | cmake
+    assert ("build", "default", arm.build) in [(d.key, d.baseline, d.arm) for d in arm.differences]
+
+
+def test_a_row_with_its_own_build_in_the_inventory_uses_that_one() -> None:
+    own = CPU_BUILD.model_copy(update={"cmake": {"X": "1"}})
+    found = plan("U8", cluster(builds={"default": CPU_BUILD, "u8": own}))
+    assert found.builds[found.arms[1].build_key]["cmake"] == {"X": "1"}
+    assert found.builds[found.arms[1].build_key]["patch_sets"] == []
+
+
+def test_a_prebuilt_baseline_cannot_be_patched() -> None:
+    prebuilt = CPU_BUILD.model_copy(update={"source": Source(kind="prebuilt", path="/srv/build")})
+    with pytest.raises(PlanError, match="prebuilt") as caught:
+        plan("U8", cluster(builds={"default": prebuilt}))
+    assert "k3_builds.u8" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("row", "build"), [("U1", "u1"), ("U10", "u10")])
 def test_a_row_whose_build_is_missing_says_how_to_name_one(row: str, build: str) -> None:
     with pytest.raises(PlanError, match=f"candidate-{row} needs") as caught:
         plan(row)

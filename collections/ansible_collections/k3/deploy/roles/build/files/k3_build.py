@@ -20,6 +20,8 @@ import tarfile
 import time
 from pathlib import Path
 
+import k3_patch
+
 SKIPPED = {".git", ".github", "__pycache__", ".cache"}
 NINJA = re.compile(r"^\[\s*(\d+)/(\d+)\]\s*(.*)")
 MAKE = re.compile(r"^\[\s*(\d+)%\]\s*(.*)")
@@ -144,9 +146,26 @@ class Build:
         return tree
 
     def patch(self, tree: Path) -> None:
+        """Apply the patch sets in their order: a file that is not what a set was made for ends the build."""
         for item in self.spec.get("patches") or []:
-            self.progress(f"applying {item}")
-            self.run(["patch", "-p1", "--forward", "--batch", "--directory", str(tree), "--input", item], f"patch {item}")
+            self.progress(f"applying {item['name']}")
+            print("+ patch set", item["name"], flush=True)
+            try:
+                k3_patch.apply(item, tree)
+            except k3_patch.PatchError as error:
+                raise BuildError(f"patch set {item['name']} does not fit {self.spec['source']['path']}: " + " | ".join(error.lines[:8])) from None
+
+    def markers(self) -> list[str]:
+        """What the built files must contain: what the spec names, and what its patch sets promise."""
+        wanted = list(self.spec.get("markers") or [])
+        for item in self.spec.get("patches") or []:
+            wanted += item.get("markers") or []
+            wanted += [
+                option["marker"]
+                for option in item.get("options") or []
+                if option.get("marker") and (self.spec.get("cmake") or {}).get(option["name"], option["default"]) != option["default"]
+            ]
+        return list(dict.fromkeys(wanted))
 
     def cmake_arguments(self, tree: Path, build: Path) -> list[str]:
         """The configure line: the inventory's own settings, then what a relocatable release needs."""
@@ -256,7 +275,7 @@ class Build:
             for path in sorted(release.rglob("*"))
             if path.is_file()
         }
-        wanted = list(self.spec.get("markers") or [])
+        wanted = self.markers()
         markers = find_markers(release, [*wanted, *(self.spec.get("known_markers") or [])])
         missing = [marker for marker in wanted if not markers[marker]]
         if missing:
@@ -349,7 +368,7 @@ def find_markers(release: Path, markers: list[str]) -> dict[str, list[str]]:
         if not (markers and path.is_file()):
             continue
         content = path.read_bytes()
-        for marker in markers:
+        for marker in found:
             if marker.encode() in content:
                 found[marker].append(str(path.relative_to(release)))
     return found
