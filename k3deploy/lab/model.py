@@ -17,7 +17,7 @@ import os
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -497,12 +497,16 @@ def model_name(spec: ModelSpec, seed: int, model_type: ModelType) -> str:
     return f"k3-{spec.name}-seed{seed}-{model_type}"
 
 
+# (source, target, seed): makes the IQ1_S model of an f16 one
+Quantizer = Callable[[Path, Path, int], None]
+
+
 def ensure_model(
-    directory: Path, spec: ModelSpec, seed: int, model_type: ModelType, binaries: Path | None = None
+    directory: Path, spec: ModelSpec, seed: int, model_type: ModelType, quantizer: Quantizer | None = None
 ) -> ModelFile:
     """The model and its sidecar in ``directory``, made unless both are there and agree.
 
-    ``binaries`` (llama-imatrix and llama-quantize) is needed for IQ1_S only.
+    ``quantizer`` runs llama-imatrix and llama-quantize and is needed for IQ1_S only.
     """
     path = directory / f"{model_name(spec, seed, model_type)}.gguf"
     sidecar = path.with_suffix(".json")
@@ -512,13 +516,10 @@ def ensure_model(
         return ModelFile(path, sidecar, known, created=False)
     directory.mkdir(parents=True, exist_ok=True)
     if model_type == "iq1_s":
-        if binaries is None:
-            raise K3Error(
-                "an IQ1_S model is made with llama-imatrix and llama-quantize",
-                remedy="give the directory of a llama.cpp build with --binaries",
-            )
+        if quantizer is None:
+            raise K3Error("an IQ1_S model is made with llama-imatrix and llama-quantize: no quantizer was given")
         source = ensure_model(directory, spec, seed, "f16")
-        quantize_iq1_s(binaries, source.path, path, seed)
+        quantizer(source.path, path, seed)
     else:
         make_model(path, spec, seed, model_type)
     sha256 = file_sha256(path)

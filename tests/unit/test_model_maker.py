@@ -213,11 +213,11 @@ def test_calibration_text_comes_from_the_seed() -> None:
 
 
 def test_iq1_s_without_the_tools_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(K3Error, match="llama-imatrix") as caught:
+    with pytest.raises(K3Error, match="llama-imatrix"):
         ensure_model(tmp_path, TINY, 7, "iq1_s")
+    with pytest.raises(K3Error, match=r"cannot run .*llama-imatrix: No such file") as caught:
+        quantize_iq1_s(tmp_path, tmp_path / "in.gguf", tmp_path / "out.gguf", 7)
     assert "--binaries" in caught.value.remedy
-    with pytest.raises(K3Error, match=r"cannot run .*llama-imatrix: No such file"):
-        ensure_model(tmp_path, TINY, 7, "iq1_s", binaries=tmp_path)
 
 
 def test_a_tool_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
