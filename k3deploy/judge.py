@@ -563,7 +563,8 @@ class _ArmJudge:
                     "a prompt whose beginning was dropped gives the same text as from nothing"
                     if identical
                     else "a prompt whose beginning was dropped gives another text than the same prompt from nothing: "
-                    "the server reused a chunk with the state of what was dropped"
+                    f"the server reused {_reused(self.blocks)} tokens with the state of what was dropped "
+                    f"(the baseline: {_reused(self.baseline_blocks)})"
                 ),
                 implied=True,
                 observed=identical,
@@ -801,6 +802,12 @@ def _cache_reuse_findings(blocks: Sequence[Block], baseline: Sequence[Block]) ->
             Seen(source="measured", text=text + (" (the baseline does the same)" if same else ""), contradicts=True)
         ]
     return [Seen(source="measured", text="cache_reuse takes effect on a moved prefix and the text stays the same")]
+
+
+def _reused(blocks: Sequence[Block]) -> int:
+    """How many tokens of the shifted prefix came from the cache, at most."""
+    probes = [block.bench.probes.get("shifted_prefix") or {} for block in blocks if block.bench]
+    return max((int(probe.get("cache_n") or 0) for probe in probes), default=0)
 
 
 def _general_findings(plan: _Plan, facts: Facts) -> list[Seen]:

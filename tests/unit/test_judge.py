@@ -183,8 +183,10 @@ def test_reuse_of_a_moved_prefix_that_changes_the_text_is_rejected() -> None:
         own = block["arm"] == ARM
         block["observations"] |= {"prefix_reuse_effective": own, "prefix_reuse_identical": not own}
         block["observations"] |= {"cache_reuse_disabled": False} if own else {}
+        block["bench"]["probes"] = {"shifted_prefix": {"cache_n": 512 if own else 0}}
     arm = arm_of(facts)
     assert arm.outcome == "REJECT" and gate_of(arm, "prefix_reuse_text").outcome == "fail"
+    assert "reused 512 tokens" in arm.reasons[0] and "(the baseline: 0)" in arm.reasons[0]
     assert any(seen.contradicts and "changes the output" in seen.text for seen in arm.findings)
 
 
