@@ -130,4 +130,3 @@ def written() -> Callable[[Host], set[str]]:
         return {line.split("\t")[0] for line in before ^ now}
 
     return ask
-

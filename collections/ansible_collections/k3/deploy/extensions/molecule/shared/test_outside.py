@@ -14,8 +14,14 @@ PRODUCTION = (
     "/etc/systemd/system/llama-production",
     "/etc/systemd/system/multi-user.target.wants/llama-production",
 )
+COMPILER_CACHE = ("/var/cache/k3deploy/ccache",)  # the inventory's k3_ccache_dir: its owner is the account's
 # What a scenario's role is for, beside that.
-ALLOWED = {"base": ACCOUNTS, "lab_production": (*ACCOUNTS, *PRODUCTION), "preflight": ()}
+ALLOWED = {
+    "base": ACCOUNTS,
+    "build": (*ACCOUNTS, *COMPILER_CACHE),
+    "install": (*ACCOUNTS, *COMPILER_CACHE),
+    "lab_production": (*ACCOUNTS, *PRODUCTION),
+}
 
 
 def test_nothing_outside_was_written(rank0: Host, rank1: Host, written: Callable[[Host], set[str]]) -> None:

@@ -1,0 +1,36 @@
+"""The harness on the head: the file of this collection, run as the candidate's account, with measured and valid cells."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from testinfra.host import Host
+
+HARNESS = Path(__file__).parents[4] / "roles" / "benchmark" / "files" / "k3_bench.py"
+ROOT = "/opt/k3deploy"
+
+
+def test_the_harness_is_the_collections(rank0: Host) -> None:
+    file = rank0.file(f"{ROOT}/libexec/k3_bench.py")
+    assert file.sha256sum == hashlib.sha256(HARNESS.read_bytes()).hexdigest()
+    assert (file.user, file.mode) == ("root", 0o755)
+
+
+def test_every_cell_was_measured_and_is_valid(rank0: Host) -> None:
+    file = rank0.file(f"{ROOT}/work/bench-result.json")
+    result = json.loads(file.content_string)
+    assert file.user == "k3deploy"
+    assert result["error"] is None
+    assert result["harness_sha256"] == hashlib.sha256(HARNESS.read_bytes()).hexdigest()
+    samples = [sample for cell in result["cells"] for sample in cell["samples"]]
+    assert [sample["why"] for sample in samples if not sample["valid"]] == []
+    prefill, decode = samples
+    assert (prefill["prompt_n"], prefill["cache_n"]) == (128, 0)
+    assert decode["predicted_n"] == 8
+
+
+def test_the_job_left_no_unit_behind(rank0: Host, show: Callable[..., dict[str, str]]) -> None:
+    assert show(rank0, "k3-candidate-bench.service", "LoadState", "ActiveState") == {"LoadState": "not-found", "ActiveState": "inactive"}

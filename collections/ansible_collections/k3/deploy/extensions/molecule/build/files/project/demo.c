@@ -1,0 +1,1 @@
+const char * demo(void) { return "K3_FLASHKDA_ACTIVE"; }

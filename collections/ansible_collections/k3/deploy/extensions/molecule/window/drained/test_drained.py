@@ -1,0 +1,42 @@
+"""While the window is open: production's head is down, its workers are not, and the head's host says who has it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from testinfra.host import Host
+
+
+def test_only_the_head_of_production_is_down(
+    rank0: Host, rank1: Host, show: Callable[..., dict[str, str]], listens: Callable[..., list[str]]
+) -> None:
+    shown = show(rank0, "llama-production.service", "ActiveState", "Result")
+    assert shown == {"ActiveState": "inactive", "Result": "success"}
+    assert listens(rank0, 8080) == []
+    for rank in (rank0, rank1):
+        assert show(rank, "llama-production-worker.service", "ActiveState") == {"ActiveState": "active"}
+
+
+def test_the_window_says_who_took_it_when_and_how_production_was(rank0: Host) -> None:
+    file = rank0.file("/opt/k3deploy/state/window.json")
+    assert file.user == "root"
+    window = json.loads(file.content_string)
+    said = {key: window[key] for key in ("run_id", "owner", "reason", "unit", "was_active", "probe_prompt", "probe_tokens")}
+    assert said == {
+        "run_id": "molecule",
+        "owner": "molecule",
+        "reason": "the collection's own tests",
+        "unit": "llama-production.service",
+        "was_active": True,
+        "probe_prompt": "The quick brown fox",
+        "probe_tokens": 16,
+    }
+    assert len(window["tokens"]) == 16 and all(isinstance(token, int) for token in window["tokens"])
+    assert 0 < time.time() - window["opened"] < 600
+    assert window["mem_available_mib"] > 0
+
+
+def test_it_is_the_heads_alone(rank1: Host) -> None:
+    assert not rank1.file("/opt/k3deploy/state/window.json").exists
