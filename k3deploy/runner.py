@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from k3deploy.errors import K3Error
+from k3deploy.errors import InputError, K3Error, Problem
 from k3deploy.paths import find_playbook, state_dir, write_text
 
 Event = dict[str, Any]
@@ -113,7 +113,7 @@ def run_playbook(
     playbook = Path(name) if Path(name).is_absolute() else find_playbook(str(name), inventories)
     for inventory in inventories:
         if not inventory.exists():
-            raise K3Error(f"there is no inventory at {inventory}", remedy="name one with --inventory")
+            raise InputError([Problem(inventory, 0, "there is no such inventory")], remedy="name one with --inventory")
     tally = _Tally(on_event)
     marker = uuid.uuid4().hex
     arguments = [flag for flag, wanted in (("--check", check), ("--diff", diff)) if wanted]

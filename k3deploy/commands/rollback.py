@@ -35,8 +35,9 @@ class Restoration:
 
     @property
     def ok(self) -> bool:
-        # The playbook goes on without ranks that it cannot reach; nothing is then proven about them.
-        return self.result.ok and not self.result.unreachable
+        # The playbook goes on without ranks that it cannot reach, and ends well where no host matched: only what the
+        # head itself said of production counts as proof.
+        return self.result.ok and not self.result.unreachable and bool(self.proof)
 
     @property
     def words(self) -> str:
@@ -49,6 +50,8 @@ class Restoration:
     @property
     def problems(self) -> list[str]:
         found = [str(failure) for failure in (*self.result.unreachable, *self.result.failures)]
+        if not found and self.result.ok and not self.proof:
+            found = ["no head was reached: does the inventory have the groups ranks and head?"]
         return found or ([] if self.ok else [f"rollback.yml ended with status {self.result.status}"])
 
 

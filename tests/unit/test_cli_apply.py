@@ -253,3 +253,24 @@ def test_status_tells_ranks_production_and_window(project: Project, capfd: pytes
     out = capfd.readouterr().out
     for words in ("900 of 1000 MiB", "k3-candidate-head@U2-2048.service active abc-12", "does not answer", "closed"):
         assert words in out
+
+
+def test_a_rollback_that_reached_no_head_proves_nothing() -> None:
+    from k3deploy.commands.rollback import Restoration
+    from k3deploy.runner import RunResult
+
+    ended_well = RunResult(
+        rc=0,
+        status="successful",
+        failures=[],
+        unreachable=[],
+        stats={},
+        task_count=0,
+        round_trips=0,
+        log=None,
+        handler_errors=[],
+    )
+    restoration = Restoration(ended_well)
+    assert not restoration.ok
+    assert "no head was reached" in restoration.problems[0]
+    assert Restoration(ended_well, {"answers": True}).ok
