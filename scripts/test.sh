@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# Run the tests on labs of their own, and take those down whatever happens: pass, failure, Ctrl-C or SIGTERM.
+# Run the tests, take their labs down whatever happens (pass, failure, Ctrl-C, SIGTERM), and end with pytest's summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export K3DEPLOY_LAB=${K3DEPLOY_LAB:-k3test}
-cleanup() { k3deploy lab down >/dev/null 2>&1; }
+
+cleanup() {
+  for name in "$K3DEPLOY_LAB" k3mol; do
+    K3DEPLOY_LAB=$name k3deploy lab down >/dev/null 2>&1
+  done
+}
 trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
-pytest "$@" &
-wait $!
+trap 'kill -INT "$child" 2>/dev/null; wait "$child"; exit 130' INT
+trap 'kill -TERM "$child" 2>/dev/null; wait "$child"; exit 143' TERM HUP
+
+# Two processes: one has the lab of the end-to-end tests, the other that of the Molecule scenarios.
+setsid pytest -n 2 --dist loadgroup "$@" &
+child=$!
+wait "$child"

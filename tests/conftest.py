@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from controllerkit import Applied, Controller, one_inventory
+from labkit import one_at_a_time
 
 from k3deploy.lab.cluster import Lab
 
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
     items.sort(key=rank)
+    # Two processes, where pytest is asked for them: what shares a lab stays in one, in order.
+    for item in items:
+        if "e2e" in item.path.parts or "bench" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("lab"))
+        elif "molecule" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("molecule"))
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +39,8 @@ def lab() -> Iterator[Lab]:
         environment.setenv("K3DEPLOY_LAB", made.config.name)
         environment.setenv("K3DEPLOY_LAB_SUBNET", str(made.config.subnet))
         try:
-            made.up(progress=print)
+            with one_at_a_time(made):
+                made.up(progress=print)
             yield made
         finally:
             if not os.environ.get("K3DEPLOY_TEST_KEEP"):
@@ -44,9 +52,10 @@ def controller(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Controller
     """Somebody with the lab's inventory, a tiny model, and production that serves."""
     place = tmp_path_factory.mktemp("controller")
     made = Controller(lab, one_inventory(lab, place / "inventory"), place)
-    for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
-        done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
-        assert done.returncode == 0, done.stdout + done.stderr
+    with one_at_a_time(lab):
+        for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
+            done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
+            assert done.returncode == 0, done.stdout + done.stderr
     return made
 
 

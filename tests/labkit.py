@@ -6,6 +6,7 @@ Molecule's create step.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -55,6 +56,15 @@ def lab_up(lab: Lab, progress: Callable[[str], None] = print) -> Iterator[Lab]:
         yield lab
     finally:
         lab.down()
+
+
+@contextmanager
+def one_at_a_time(lab: Lab) -> Iterator[None]:
+    """Hold back another test process that would make the same image or compile the same source: it then finds both cached."""
+    lab.config.cache_dir.mkdir(parents=True, exist_ok=True)
+    with (lab.config.cache_dir / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def built_release(lab: Lab, progress: Callable[[str], None] = print) -> Release:
@@ -131,8 +141,9 @@ def main() -> int:
         sys.stderr.write(f"{line}\n")
 
     lab = lab_named(os.environ["K3DEPLOY_LAB"])
-    lab.up(progress=say)
-    release = built_release(lab, progress=say)
+    with one_at_a_time(lab):
+        lab.up(progress=say)
+        release = built_release(lab, progress=say)
     model = ensure_model(lab.config.cache_dir / "models", SPECS["tiny"], 7, "f16")
     facts = {
         "release": {**asdict(release), "directory": str(release.directory)},
