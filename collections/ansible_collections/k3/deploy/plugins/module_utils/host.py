@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
-# Environment names that describe how llama.cpp runs; anything else of a process' environment may hold a secret and is not read.
+# Environment names that describe how llama.cpp runs; anything else of a process' environment may hold a secret and is not read unasked.
 ENVIRONMENT_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "NCCL_", "OMP_", "KMP_", "GOMP_", "LD_LIBRARY_PATH")
 
 UNIT_PROPERTIES = (
@@ -71,8 +71,11 @@ def show_units(names):
     return shown
 
 
-def process(pid):
-    """exe, argv and the llama.cpp part of the environment of a process as it really runs; None when it is gone."""
+def process(pid, variables=()):
+    """exe, argv and environment of a process as it really runs; None when it is gone.
+
+    Of the environment: what is llama.cpp's, and ``variables``.
+    """
     base = "/proc/%d" % pid
     try:
         with open(base + "/cmdline", "rb") as raw:
@@ -83,7 +86,7 @@ def process(pid):
         affinity = sorted(os.sched_getaffinity(pid))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    environment = {name: value for name, value in pairs if name.startswith(ENVIRONMENT_PREFIXES)}
+    environment = {name: value for name, value in pairs if name.startswith(ENVIRONMENT_PREFIXES) or name in variables}
     return {"pid": pid, "exe": exe, "argv": argv, "environment": environment, "affinity": affinity}
 
 

@@ -33,6 +33,11 @@ options:
     type: list
     elements: str
     default: []
+  token:
+    description:
+      - Identity of this piece of work. A job that has ended is attached to only with its own token; anybody else's result is not this one's.
+    type: str
+    default: ""
   result:
     description: JSON file that the job writes when it ends. Removed before a new start.
     type: path
@@ -134,6 +139,21 @@ def start(module, unit):
         module.fail_json(msg=f"systemd-run {unit} failed: {err.strip()}")
 
 
+def begun(params, mark, active):
+    """Whether an earlier call began this work: it runs, or it has ended and nobody took its result yet.
+
+    A mark alone is not enough: who stops a job (a rollback) leaves the mark behind, and nothing to attach to.
+    """
+    if active in ("active", "activating", "deactivating"):
+        return True
+    try:
+        with open(mark, encoding="utf-8") as stream:
+            ours = stream.read() == params["token"]
+    except FileNotFoundError:
+        return False
+    return ours and (active == "failed" or os.path.exists(params["result"]))
+
+
 def dry_run(params):
     """The job's result as its own check foresees it; empty where that cannot be told."""
     if not params["check_argv"]:
@@ -154,6 +174,7 @@ def main():
             "input": {"type": "dict"},
             "input_path": {"type": "path"},
             "check_argv": {"type": "list", "elements": "str", "default": []},
+            "token": {"type": "str", "default": "", "no_log": False},
             "result": {"type": "path", "required": True},
             "progress": {"type": "path"},
             "log": {"type": "path", "required": True},
@@ -171,13 +192,12 @@ def main():
         foreseen = dry_run(params)
         module.exit_json(changed=foreseen.get("changed", True), finished=True, result=foreseen)
     unit = params["name"] + ".service"
-    # The token outlives one call of an `until` loop: the first call starts the job, the later ones attach to it.
+    # The mark outlives one call of an `until` loop: the first call starts the job, the later ones attach to it.
     mark = params["result"] + ".running"
     try:
-        running = host.show_units([unit])[unit].get("ActiveState") in ("active", "activating", "deactivating")
-        if not running and not os.path.exists(mark):
+        if not begun(params, mark, host.show_units([unit])[unit].get("ActiveState")):
             start(module, unit)
-            host.write_atomic(mark, b"")
+            host.write_atomic(mark, params["token"].encode())
         end = time.monotonic() + params["slice"]
         while time.monotonic() < end:
             if host.show_units([unit])[unit].get("ActiveState") not in ("active", "activating", "deactivating"):

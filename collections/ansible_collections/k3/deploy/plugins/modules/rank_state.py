@@ -32,14 +32,19 @@ options:
     elements: str
     default: []
   paths:
-    description: Paths whose size, free space and kind are reported.
+    description: Paths whose size, free space and kind are reported; taken as they are, a C($) or C(~) in them means itself.
     type: list
-    elements: path
+    elements: str
     default: []
   hashes:
     description: Files whose sha256 is reported; remembered in C(<root>/state/hashes.json) by size and time of change, since a model is large.
     type: list
-    elements: path
+    elements: str
+    default: []
+  variables:
+    description: Names of environment variables that are reported of candidate processes beside those of llama.cpp and its libraries.
+    type: list
+    elements: str
     default: []
 author: [the k3deploy project (@k3deploy)]
 attributes:
@@ -74,10 +79,10 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 
-def unit_state(shown, root):
+def unit_state(shown, root, variables):
     """One unit with the process behind it."""
     pid = int(shown.get("MainPID") or 0)
-    process = host.process(pid) if pid else None
+    process = host.process(pid, variables) if pid else None
     state = {
         "active": shown.get("ActiveState"),
         "sub": shown.get("SubState"),
@@ -177,8 +182,9 @@ def main():
             "is_head": {"type": "bool", "default": False},
             "is_worker": {"type": "bool", "default": True},
             "tools": {"type": "list", "elements": "str", "default": []},
-            "paths": {"type": "list", "elements": "path", "default": []},
-            "hashes": {"type": "list", "elements": "path", "default": []},
+            "paths": {"type": "list", "elements": "str", "default": []},
+            "hashes": {"type": "list", "elements": "str", "default": []},
+            "variables": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
@@ -189,7 +195,7 @@ def main():
         production = production_state(module.params["production"], module.params["is_head"], module.params["is_worker"])
     except OSError as error:
         module.fail_json(msg=f"this rank has no usable systemd: {error}")
-    units = {name: unit_state(value, root) for name, value in shown.items()}
+    units = {name: unit_state(value, root, module.params["variables"]) for name, value in shown.items()}
     by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
     releases = os.path.join(root, "releases")
     state = {
