@@ -24,6 +24,7 @@ from typing import Any
 from k3deploy.errors import ExitCode, K3Error, LockedError
 from k3deploy.paths import state_dir, write_json, write_text
 
+_TEMPLATE = re.compile(r"\{[{%#]")
 _RUN_ID = re.compile(r"^\d{8}T\d{6}-.+-[0-9a-f]{6}$")
 LATEST = "latest"
 
@@ -153,8 +154,6 @@ class Store:
 
     def write_layer(self, run: Run, layer: Mapping[str, Any]) -> None:
         """Write ``inventory/run.yml``: the plan's layer plus the run's name, place, owner and reason."""
-        import yaml
-
         hosts = dict(layer.get("all", {}))
         hosts["vars"] = {
             **hosts.get("vars", {}),
@@ -163,8 +162,7 @@ class Store:
             "k3_run_owner": run.owner,
             "k3_run_reason": run.reason,
         }
-        text = yaml.safe_dump({**layer, "all": hosts}, sort_keys=False, default_flow_style=False, width=120)
-        write_text(run.layer / "run.yml", text)
+        write_text(run.layer / "run.yml", layer_text({**layer, "all": hosts}))
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
@@ -215,6 +213,21 @@ class Store:
         link.unlink(missing_ok=True)
         link.symlink_to(run.id)
         link.replace(self.root / LATEST)
+
+
+def layer_text(layer: Mapping[str, Any]) -> str:
+    """An inventory layer as YAML. What looks like a template is tagged: Ansible carries it and does not evaluate it."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        tag = "!unsafe" if _TEMPLATE.search(value) else "tag:yaml.org,2002:str"
+        return dumper.represent_scalar(tag, value)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(layer, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True)
 
 
 @contextlib.contextmanager

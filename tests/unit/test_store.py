@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from k3deploy.errors import ExitCode, LockedError
-from k3deploy.store import ResumeError, Run, RunNotFound, Store, digest, lock
+from k3deploy.store import ResumeError, Run, RunNotFound, Store, digest, layer_text, lock
 
 PLAN = {"arms": [{"name": "baseline", "settings": {"ubatch_size": 1536}}, {"name": "U2@2048"}], "cells": ["pp2048"]}
 LAYER = {"all": {"vars": {"k3_run_arms": []}, "hosts": {"rank0": {"k3_run_processes": {}}}}}
@@ -54,6 +54,23 @@ def test_a_run_is_private_and_complete(store: Store) -> None:
     assert run.plan() == PLAN
     assert store.load() == run
     assert not list(run.path.rglob(".*")), "no temporary file stays behind"
+
+
+@pytest.mark.parametrize(
+    "value", ["{{ 1 + 1 }}", "{% if %}", "{# gone #}", "it's {plain} 100% \N{SNOWMAN}", "true", " x "]
+)
+def test_ansible_reads_every_value_of_a_layer_as_it_was_written(value: str, tmp_path: Path) -> None:
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.template import Templar
+    from ansible.vars.manager import VariableManager
+
+    layer = tmp_path / "run.yml"
+    layer.write_text(layer_text({"all": {"hosts": {"rank0": {"k3_value": value}}}}))
+    loader = DataLoader()
+    inventory = InventoryManager(loader, [str(layer)])
+    variables = VariableManager(loader, inventory).get_vars(host=inventory.get_host("rank0"))
+    assert Templar(loader, variables).template(variables["k3_value"]) == value
 
 
 def test_the_layer_carries_the_run_s_name_and_place(store: Store) -> None:
