@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,18 @@ def one_inventory(lab: Lab, place: Path, model: str = "k3-tiny-seed7-f16") -> Pa
     assert "k3-lab-seed7-f16" in text
     variables.write_text(text.replace("k3-lab-seed7-f16", model))
     return place / "lab"
+
+
+def changes(recap: str) -> list[int]:
+    """How many tasks changed something, for each rank of a play recap."""
+    return [int(count) for count in re.findall(r"^rank\d .*changed=(\d+)", recap, re.MULTILINE)]
+
+
+def roles_that_changed(log: str) -> set[str]:
+    """The roles of ours whose tasks report a change in what ansible-playbook printed."""
+    tasks = re.split(r"^TASK \[", log, flags=re.MULTILINE)[1:]
+    names = [task.partition("]")[0] for task in tasks if re.search(r"^changed: ", task, re.MULTILINE)]
+    return {name.partition(" : ")[0].removeprefix("k3.deploy.") for name in names}
 
 
 @dataclass(frozen=True, slots=True)

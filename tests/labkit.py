@@ -60,7 +60,7 @@ def lab_up(lab: Lab, progress: Callable[[str], None] = print) -> Iterator[Lab]:
 
 @contextmanager
 def one_at_a_time(lab: Lab) -> Iterator[None]:
-    """Hold back another test process that would make the same image or compile the same source: it then finds both cached."""
+    """Hold back another test process that would make the same image or compile the same source: it finds them made."""
     lab.config.cache_dir.mkdir(parents=True, exist_ok=True)
     with (lab.config.cache_dir / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
