@@ -1,6 +1,6 @@
 """The harness against real llama.cpp: two RPC workers and a head on this machine, a tiny kimi-k3 model.
 
-K3DEPLOY_LLAMA_BIN names the directory of a llama.cpp build (llama-server, ggml-rpc-server).
+The lab's own build runs here with the loader and the libraries of the rank that compiled it, whatever this host has.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import built_release, one_at_a_time
 
 from k3deploy.facts import parse_head_log
+from k3deploy.lab.cluster import Lab
 from k3deploy.lab.model import SPECS, default_directory, ensure_model
 
 HARNESS = (
     Path(__file__).parents[2] / "collections/ansible_collections/k3/deploy/roles/benchmark/files/k3_bench.py"
 ).resolve()
-BINARIES = Path(os.environ.get("K3DEPLOY_LLAMA_BIN", "/nonexistent"))
 VOCAB = {"first_id": 300, "last_id": 2000, "bos": 1}
 CELLS = [
     {"cell": "pp256", "state": "cold", "n_prompt": 256, "n_predict": 1},
@@ -36,10 +37,35 @@ CELLS = [
     {"cell": "pp256", "state": "cached", "n_prompt": 256, "n_predict": 1},
 ]
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(not (BINARIES / "llama-server").exists(), reason="K3DEPLOY_LLAMA_BIN names no llama.cpp build"),
-]
+pytestmark = pytest.mark.lab
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """A llama.cpp release with everything that its programs load."""
+
+    release: Path
+    libraries: Path
+
+    def argv(self, program: str) -> list[str]:
+        (loader,) = self.libraries.glob("ld-linux*")
+        path = f"{self.release / 'lib'}:{self.libraries}"
+        return [str(loader), "--library-path", path, str(self.release / "bin" / program)]
+
+
+@pytest.fixture(scope="module")
+def llama(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    with one_at_a_time(lab):
+        release = built_release(lab)
+    libraries = tmp_path_factory.mktemp("libraries")
+    builder = next(rank.name for rank in lab.config.ranks if rank.is_builder)
+    needed = "ldd bin/llama-server bin/ggml-rpc-server | grep -o '[[:space:]]/lib[^ ]*' | sort -u"
+    command = f"cd {release.rank_path}; export LD_LIBRARY_PATH=lib; tar --create --dereference $({needed})"
+    ssh = ["ssh", "-F", str(lab.config.ssh_config), builder, command]
+    archive = subprocess.run(ssh, capture_output=True, check=True).stdout
+    unpack = ["tar", "--extract", "--directory", str(libraries), "--transform", "s,.*/,,"]
+    subprocess.run(unpack, input=archive, check=True)
+    return Llama(release.directory, libraries)
 
 
 @dataclass
@@ -60,13 +86,12 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *flags: str) -> Iterator[Cluster]:
+def cluster(llama: Llama, folder: Path, *flags: str) -> Iterator[Cluster]:
     """Two workers and a head that answers; all of them are gone afterwards."""
     model = ensure_model(default_directory(), SPECS["tiny"], 7, "f16").path
     first, second, port = free_ports(3)
     environment = {
         **os.environ,
-        "LD_LIBRARY_PATH": f"{BINARIES}:{BINARIES.parent / 'lib'}",
         "OMP_WAIT_POLICY": "passive",
         "GGML_NO_BACKTRACE": "1",
     }
@@ -79,11 +104,11 @@ def cluster(folder: Path, *flags: str) -> Iterator[Cluster]:
 
     try:
         workers = [
-            start(f"worker{number}", [str(BINARIES / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(at), "-t", "1"])
+            start(f"worker{number}", [*llama.argv("ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(at), "-t", "1"])
             for number, at in enumerate((first, second))
         ]
         time.sleep(0.5)  # a worker is never asked over its port: it serves one client at a time
-        argv = [str(BINARIES / "llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        argv = [*llama.argv("llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--rpc", f"127.0.0.1:{first},127.0.0.1:{second}", "--device", "RPC0,RPC1", "--tensor-split", "1,1"]
         argv += ["-ngl", "99", "-c", "4096", "-b", "2048", "-ub", "512", "-np", "1", "-t", "1", "-tb", "1"]
         argv += ["-fa", "on", "-ctk", "f16", "-ctv", "f16", "-lv", "4", "--cache-ram", "0"]
@@ -136,13 +161,13 @@ def texts(result: dict[str, Any]) -> list[str]:
     return [sample["tokens_sha256"] for cell in result["cells"] for sample in cell["samples"]]
 
 
-def test_all_states_count_on_a_recurrent_model_and_texts_survive_a_restart(tmp_path: Path) -> None:
+def test_all_states_count_on_a_recurrent_model_and_texts_survive_a_restart(llama: Llama, tmp_path: Path) -> None:
     found = []
     for number, source in enumerate(("metrics", "slots")):
         folder = tmp_path / str(number)
         folder.mkdir()
         flags = ["--metrics"] if source == "metrics" else []
-        with cluster(folder, "--ctx-checkpoints", "0", *flags) as made:
+        with cluster(llama, folder, "--ctx-checkpoints", "0", *flags) as made:
             warmup = {"prefill": [64], "decode": [1, 2]}
             found.append(measure(folder, made, warmup=warmup, probes=["graphs"], head_log=str(made.head_log)))
     for result, source in zip(found, ("metrics", "slots"), strict=True):
@@ -160,24 +185,24 @@ def test_all_states_count_on_a_recurrent_model_and_texts_survive_a_restart(tmp_p
     assert observed.recurrent_mib and observed.kv_cache_mib
 
 
-def test_cache_reuse_on_a_recurrent_model_takes_effect_and_changes_the_text(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--metrics", "--ctx-checkpoints", "0", "--cache-reuse", "256") as made:
+def test_cache_reuse_on_a_recurrent_model_takes_effect_and_changes_the_text(llama: Llama, tmp_path: Path) -> None:
+    with cluster(llama, tmp_path, "--metrics", "--ctx-checkpoints", "0", "--cache-reuse", "256") as made:
         result = measure(tmp_path, made, cells=CELLS[:1], probes=["shifted_prefix"])
     probe = result["probes"]["shifted_prefix"]
     assert probe["effective"] is True and probe["cache_n"] == 512
     assert probe["identical"] is False
 
 
-def test_without_cache_reuse_a_moved_prefix_is_evaluated_anew_with_the_same_text(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--metrics", "--ctx-checkpoints", "0") as made:
+def test_without_cache_reuse_a_moved_prefix_is_evaluated_anew_with_the_same_text(llama: Llama, tmp_path: Path) -> None:
+    with cluster(llama, tmp_path, "--metrics", "--ctx-checkpoints", "0") as made:
         result = measure(tmp_path, made, cells=CELLS[:1], probes=["shifted_prefix"])
     probe = result["probes"]["shifted_prefix"]
     assert probe["effective"] is False and probe["identical"] is True
 
 
-def test_a_frozen_worker_ends_the_measurement_at_its_deadline(tmp_path: Path) -> None:
+def test_a_frozen_worker_ends_the_measurement_at_its_deadline(llama: Llama, tmp_path: Path) -> None:
     long = [{"cell": "tg2000", "state": "cold", "n_prompt": 16, "n_predict": 2000}]
-    with cluster(tmp_path, "--metrics") as made:
+    with cluster(llama, tmp_path, "--metrics") as made:
         begin = time.monotonic()
         process = start_harness(tmp_path, made, cells=long, deadline_s=5)
         time.sleep(1)
@@ -187,9 +212,9 @@ def test_a_frozen_worker_ends_the_measurement_at_its_deadline(tmp_path: Path) ->
     assert process.returncode == 1 and "deadline of 5 s" in said
 
 
-def test_a_killed_worker_is_a_failed_server(tmp_path: Path) -> None:
+def test_a_killed_worker_is_a_failed_server(llama: Llama, tmp_path: Path) -> None:
     long = [{"cell": "tg2000", "state": "cold", "n_prompt": 16, "n_predict": 2000}]
-    with cluster(tmp_path, "--metrics") as made:
+    with cluster(llama, tmp_path, "--metrics") as made:
         process = start_harness(tmp_path, made, cells=long)
         time.sleep(1)
         made.workers[1].kill()

@@ -108,7 +108,7 @@ def test_every_value_arrives_as_it_was_written(odd: Controller, resumed: Resumed
         script = f"systemctl start {unit}\npython3 - {unit} <<'END'\n{SEEN}END\n"
         seen: dict[str, Any] = json.loads(odd.on("rank0", script))
     finally:
-        odd.everywhere("systemctl stop 'k3-candidate*'")
+        odd.everywhere("systemctl stop 'k3-candidate*'; systemctl reset-failed")
     assert seen["argv"][1:] == planned["argv"][1:]
     assert seen["argv"][0] == f"/opt/k3deploy/candidates/T1/release/{planned['argv'][0]}"
     assert VALUES.items() <= planned["environment"].items() <= seen["environment"].items()
