@@ -27,6 +27,7 @@ READS_ONLY = {"preflight"}
 # The first one makes the lab, and llama.cpp where no compiler cache is there.
 TIMEOUT_S = 1800
 STEP = re.compile(r"^INFO +\[\w+ > (\w+)\] Executing$", re.MULTILINE)
+SCORE = re.compile(r"^systemd-analyze security (\S+): (\S+)$", re.MULTILINE)
 CHANGED = re.compile(r"^rank\d+ .*\bchanged=(\d+)", re.MULTILINE)
 
 
@@ -34,38 +35,48 @@ CHANGED = re.compile(r"^rank\d+ .*\bchanged=(\d+)", re.MULTILINE)
 def molecule(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Run molecule and return its words; its lab lives as long as the session."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("K3DEPLOY_", "ANSIBLE_"))}
+    place = tmp_path_factory.mktemp("molecule")
     environment = {
         **kept,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "K3DEPLOY_MOLECULE_LAB": LAB,
-        "MOLECULE_EPHEMERAL_DIRECTORY": str(tmp_path_factory.mktemp("molecule")),
+        "MOLECULE_EPHEMERAL_DIRECTORY": str(place),
         "NO_COLOR": "1",
     }
 
     def run(*arguments: str) -> str:
-        with subprocess.Popen(
-            ["molecule", *arguments],
-            cwd=COLLECTION,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=TIMEOUT_S)
-            finally:
-                # Whatever ended it, Ansible's own processes do not outlive it.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode == 0, said[-6000:]
-        return said
+        try:
+            done = subprocess.run(
+                ["molecule", *arguments],
+                cwd=COLLECTION,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except BaseException:
+            kill_below(place)
+            raise
+        assert done.returncode == 0, done.stdout[-6000:]
+        return done.stdout
 
     try:
         yield run
     finally:
+        kill_below(place)
         lab_named(LAB).down()
+
+
+def kill_below(place: Path) -> None:
+    """Kill what molecule started and left: Ansible's workers are session leaders and outlive its process group."""
+    mark = f"MOLECULE_EPHEMERAL_DIRECTORY={place}".encode()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def steps(said: str) -> list[tuple[str, str]]:
@@ -87,8 +98,13 @@ def test_every_role_has_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_role(scenario: str, molecule: Callable[..., str]) -> None:
-    ran = steps(molecule("test", "--scenario-name", scenario, "--destroy=never"))
+def test_role(
+    scenario: str, molecule: Callable[..., str], record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    said = molecule("test", "--scenario-name", scenario, "--destroy=never")
+    for unit, score in SCORE.findall(said):
+        record_testsuite_property(f"exposure of {unit}", score)
+    ran = steps(said)
     clean, installed = (changes(words) for step, words in ran if step == "check")
     (converged,) = (changes(words) for step, words in ran if step == "converge")
     assert any(clean) == any(converged) == (scenario not in READS_ONLY)

@@ -36,7 +36,7 @@ def test_the_candidate_has_a_link_to_its_release_and_a_log_directory(rank0: Host
         assert link.linked_to == f"{ROOT}/releases/{build_id}"
         assert rank.check_output(f"readlink {link.path}") == f"../../releases/{build_id}"
         log = rank.file(f"{ROOT}/candidates/baseline/log")
-        assert (log.user, log.mode) == ("k3deploy", 0o755)
+        assert (log.user, log.mode) == ("k3deploy", 0o750)
 
 
 def test_systemd_knows_the_common_units_without_complaint(rank1: Host) -> None:
