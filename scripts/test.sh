@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export K3DEPLOY_LAB=${K3DEPLOY_LAB:-k3test}
 
 cleanup() {
-  for name in "$K3DEPLOY_LAB" k3mol; do
+  for name in "$K3DEPLOY_LAB" k3mol k3doomed; do
     K3DEPLOY_LAB=$name k3deploy lab down >/dev/null 2>&1
   done
 }
