@@ -108,9 +108,10 @@ def test_every_entry_point_of_a_role_has_an_argument_spec(role: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
-def test_every_role_has_a_readme_and_a_scenario(role: Path) -> None:
+def test_every_role_has_a_readme_with_all_its_variables_and_a_scenario(role: Path) -> None:
     readme = (role / "README.md").read_text(encoding="utf-8")
-    assert role.name in readme
+    variables = load(role / "defaults/main.yml") or {}
+    assert [name for name in variables if f"`{name}`" not in readme] == []
     assert (COLLECTION / "extensions/molecule" / role.name / "molecule.yml").is_file()
 
 
