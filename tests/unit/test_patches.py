@@ -251,12 +251,14 @@ def test_the_roles_filter_gives_what_the_package_reads() -> None:
 # -- the real source ------------------------------------------------------------------------------------------------
 
 
-HEADERS = r"ggml/include/[^/]+\.h|ggml/src/ggml-impl\.h|ggml/src/ggml-rpc/transport\.h"
+HEADERS = (
+    r"ggml/include/[^/]+\.h|ggml/src/[^/]+\.h|ggml/src/ggml-rpc/[^/]+\.h|ggml/src/ggml-cuda/(vendors/)?[^/]+\.(cuh|h)"
+)
 
 
 @pytest.fixture(scope="session")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the pinned llama.cpp: the files that sets change, and the headers that the transport needs."""
+    """Of the pinned llama.cpp: the files that sets change, and the headers that they need."""
     archive = ensure_source(Path.home() / ".cache" / "k3deploy" / "src")
     wanted = {item.path for one in patches.available().values() for item in one.manifest.files if item.before}
     place = tmp_path_factory.mktemp("upstream")
@@ -336,3 +338,58 @@ def test_the_transports_object_is_the_same_byte_for_byte_at_the_default_sizes(co
     larger = compiled(changed, "-DGGML_RPC_RDMA_CHUNK=1048576", "-DGGML_RPC_RDMA_RX_DEPTH=64")
     assert b"K3_RDMA_RING chunk=1048576 rx_depth=64" in larger
     assert b"K3_RDMA_RING" not in plain
+
+
+@pytest.mark.source
+@pytest.mark.parametrize(
+    ("name", "source", "options"),
+    [
+        ("u8-rpc-timing", "ggml/src/ggml-rpc/ggml-rpc.cpp", ["-Wall", "-Wextra", "-Werror"]),
+        ("tests-k3-ops", "tests/test-backend-ops.cpp", []),
+    ],
+)
+def test_what_a_set_changes_for_the_cpu_compiles(
+    name: str, source: str, options: list[str], copy: Callable[[str], Path]
+) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    tree = copy("tree")
+    patches.apply(patches.select([name]), tree)
+    argv = [compiler, "-fsyntax-only", "-std=gnu++17", "-Iggml/include", "-Iggml/src", *options, source]
+    done = subprocess.run(argv, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# What ggml's common header names of cuBLAS: the library's own header is not on every machine that has the compiler.
+CUBLAS = """#pragma once
+typedef void * cublasHandle_t;
+typedef int cublasStatus_t;
+typedef int cublasComputeType_t;
+#define CUBLAS_STATUS_SUCCESS 0
+#define CUBLAS_TF32_TENSOR_OP_MATH 3
+extern "C" cublasStatus_t cublasCreate(cublasHandle_t *);
+extern "C" cublasStatus_t cublasSetMathMode(cublasHandle_t, int);
+extern "C" cublasStatus_t cublasSetStream(cublasHandle_t, void *);
+extern "C" const char * cublasGetStatusString(cublasStatus_t);
+"""
+
+
+@pytest.mark.source
+@pytest.mark.parametrize("architecture", ["90", "121a"])
+def test_the_kda_kernel_compiles_without_spilling_registers(architecture: str, copy: Callable[[str], Path]) -> None:
+    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if compiler is None:
+        pytest.skip("needs nvcc")
+    tree = copy("tree")
+    patches.apply(patches.select(["u11-kda-blocked"]), tree)
+    (tree / "cublas").mkdir()
+    (tree / "cublas" / "cublas_v2.h").write_text(CUBLAS)
+    target = f"arch=compute_{architecture},code=sm_{architecture}"
+    argv = [compiler, "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-gencode", target, "-Xptxas", "-v"]
+    argv += ["-Icublas", "-Iggml/include", "-Iggml/src", "-c", "-o", "x.o", "ggml/src/ggml-cuda/k3-kda-blocked.cu"]
+    done = subprocess.run(argv, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spills = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    assert len(spills) == 2, "two variants are shipped"
+    assert set(spills) == {"0"}

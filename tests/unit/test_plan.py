@@ -281,6 +281,17 @@ def test_a_row_with_its_own_build_in_the_inventory_uses_that_one() -> None:
     assert found.builds[found.arms[1].build_key]["patch_sets"] == []
 
 
+def test_a_row_that_changes_cuda_kernels_needs_a_build_for_cuda() -> None:
+    with pytest.raises(PlanError, match=r"candidate-U11 needs CUDA: patch set u11-kda-blocked") as caught:
+        plan("U11")
+    assert "backend: cuda" in caught.value.remedy
+    baseline, arm = plan("U11", cluster(cpu=False)).arms
+    assert arm.build == "u11" and arm.build_key != baseline.build_key
+    for processes in arm.processes.values():
+        for process in filter(None, (processes.worker, processes.head)):
+            assert process.environment["GGML_CUDA_K3_KDA_BLOCKED"] == "1"
+
+
 def test_a_prebuilt_baseline_cannot_be_patched() -> None:
     prebuilt = CPU_BUILD.model_copy(update={"source": Source(kind="prebuilt", path="/srv/build")})
     with pytest.raises(PlanError, match="prebuilt") as caught:
