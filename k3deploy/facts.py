@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -167,6 +167,11 @@ class Observations(_Record):
     rpc_errors: int | None = None
     flashkda_active: int | None = None
     flashkda_fallback: int | None = None
+    kda_blocked_active: int | None = None
+    kda_blocked_fallback: int | None = None
+    rank_forward_ms: dict[str, float] = Field(default_factory=dict)
+    rank_rpc_ms: dict[str, float] = Field(default_factory=dict)
+    slowest_rank_excess: float | None = None
     fatal: list[Fatal] = Field(default_factory=list)
 
 
@@ -288,7 +293,18 @@ def _with_observations(run_dir: Path, block: Block) -> Block:
         probed.pop("cache_reuse_disabled", None)
     stated = {name: getattr(block.observations, name) for name in block.observations.model_fields_set}
     known = {name: value for name, value in stated.items() if value is not None}
-    return block.model_copy(update={"observations": merged.model_copy(update={**probed, **known})})
+    timed = {"slowest_rank_excess": _slowest_rank_excess(merged.rank_forward_ms)}
+    return block.model_copy(update={"observations": merged.model_copy(update={**timed, **probed, **known})})
+
+
+def _slowest_rank_excess(forward_ms: Mapping[str, float]) -> float | None:
+    """By how much of the others' mean the slowest rank's forward time is above it; ``None`` below two ranks."""
+    if len(forward_ms) < 2:
+        return None
+    slowest = max(forward_ms, key=lambda rank: forward_ms[rank])
+    others = [value for rank, value in forward_ms.items() if rank != slowest]
+    mean = sum(others) / len(others)
+    return round(forward_ms[slowest] / mean - 1, 4) if mean > 0 else None
 
 
 def _prefix_reuse(block: Block) -> dict[str, bool]:
@@ -348,7 +364,14 @@ def load_facts(path: Path) -> Facts:
 
 # --- logs ------------------------------------------------------------------------------------------------------------
 
-_COUNTS = {"rdma_connections", "rpc_errors", "flashkda_active", "flashkda_fallback"}
+_COUNTS = {
+    "rdma_connections",
+    "rpc_errors",
+    "flashkda_active",
+    "flashkda_fallback",
+    "kda_blocked_active",
+    "kda_blocked_fallback",
+}
 _GRAPHS_REUSED = re.compile(r"graphs reused\s*=\s*(\d{1,18})(?!\d)")
 _PIPELINE = re.compile(r"pipeline parallelism enabled(?:\s*\(n_copies\s*=\s*(\d{1,9})\))?")
 _PIPELINE_GIVEN_UP = re.compile(r"retrying without pipeline parallelism")
@@ -377,6 +400,8 @@ _RPC_ERROR = re.compile(
 # From here on the server was told to stop: what breaks now (workers that are gone already) breaks nothing.
 _TOLD_TO_STOP = re.compile(r"cleaning up before exit|Received (?:second )?interrupt")
 _FLASHKDA = re.compile(r"K3_FLASHKDA_(ACTIVE|FALLBACK)")
+_KDA_BLOCKED = re.compile(r"K3_KDA_BLOCKED_(ACTIVE|FALLBACK)")
+_RPC_TIMING = re.compile(r"K3_RPC_TIMING .*compute_us=(\d{1,15}) .*set_us=(\d{1,15}) .*get_us=(\d{1,15})")
 
 # A line that ends a server, and what it means to the person who reads it.
 _FATAL: Sequence[tuple[str, str]] = (
@@ -462,8 +487,20 @@ def parse_head_log(text: str) -> Observations:
 
 
 def parse_worker_log(text: str, rank: str = "") -> Observations:
-    """Read an RPC server's log: transport, markers, fatal lines; never raises. ``rank`` leads the fatal lines."""
-    return Observations(**_transport(text), **_markers(text), fatal=_fatal(text, f"{rank}: " if rank else ""))
+    """Read an RPC server's log: transport, markers, times, fatal lines (led by ``rank``); never raises."""
+    fatal = _fatal(text, f"{rank}: " if rank else "")
+    return Observations(**_transport(text), **_markers(text), **_rpc_times(text, rank), fatal=fatal)
+
+
+def _rpc_times(text: str, rank: str) -> dict[str, dict[str, float]]:
+    """Milliseconds that the rank computed and transferred, over all graphs: every rank sees the same microbatches."""
+    forward = transfer = 0
+    for compute, sent, got in _RPC_TIMING.findall(text):
+        forward += int(compute)
+        transfer += int(sent) + int(got)
+    if not forward:
+        return {}
+    return {"rank_forward_ms": {rank: forward / 1000}, "rank_rpc_ms": {rank: transfer / 1000}}
 
 
 def _transport(text: str) -> dict[str, Any]:
@@ -483,7 +520,13 @@ def _while_serving(text: str) -> str:
 
 def _markers(text: str) -> dict[str, int]:
     found = _FLASHKDA.findall(text)
-    return {"flashkda_active": found.count("ACTIVE"), "flashkda_fallback": found.count("FALLBACK")}
+    blocked = _KDA_BLOCKED.findall(text)
+    return {
+        "flashkda_active": found.count("ACTIVE"),
+        "flashkda_fallback": found.count("FALLBACK"),
+        "kda_blocked_active": blocked.count("ACTIVE"),
+        "kda_blocked_fallback": blocked.count("FALLBACK"),
+    }
 
 
 def _device(name: str) -> str:

@@ -180,6 +180,33 @@ def test_bridge_markers_are_counted_per_worker_log() -> None:
     assert (observed.flashkda_active, observed.flashkda_fallback) == (2, 1)
 
 
+def test_the_kda_kernels_markers_are_counted_and_their_absence_is_zero() -> None:
+    text = 'K3_KDA_BLOCKED_FALLBACK reason="state history" size=128\nK3_KDA_BLOCKED_ACTIVE columns=4 heads=96 seqs=1\n'
+    observed = parse_worker_log(text)
+    assert (observed.kda_blocked_active, observed.kda_blocked_fallback) == (1, 1)
+    assert parse_worker_log("transport : TCP").kda_blocked_active == 0
+
+
+def test_timed_workers_tell_how_much_slower_the_slowest_rank_is(run_dir: Path) -> None:
+    line = (
+        "K3_RPC_TIMING graph={n} kind=recompute device=0 nodes=1257 end_us=7350388243 prepare_us=1 compute_us={us} "
+        "set=9 set_bytes=7377 set_us=30 get=1 get_bytes=8192 get_us=611\n"
+    )
+    compute = {"rank0": 1000, "rank1": 1000, "rank2": 1000, "rank3": 1250}
+    for rank, us in compute.items():
+        log = run_dir / "logs" / rank / "000-worker.log"
+        log.write_text(line.format(n=0, us=us) + "a line between\n" + line.format(n=1, us=us))
+    observed = assemble(run_dir).blocks[0].observations
+    assert observed.rank_forward_ms == {rank: 2 * us / 1000 for rank, us in compute.items()}
+    assert observed.rank_rpc_ms["rank1"] == pytest.approx(1.282)
+    assert observed.slowest_rank_excess == pytest.approx(0.25)
+
+
+def test_workers_without_times_say_nothing_of_the_slowest_rank(run_dir: Path) -> None:
+    observed = assemble(run_dir).blocks[0].observations
+    assert observed.slowest_rank_excess is None and observed.rank_forward_ms == {}
+
+
 def test_behaviour_settles_cache_reuse_where_the_log_is_silent(run_dir: Path) -> None:
     path = run_dir / "blocks/001.json"
     record = json.loads(path.read_text())
