@@ -1,0 +1,80 @@
+"""What a reader must know beside the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from k3deploy.facts import Block, Facts
+from k3deploy.judge.evidence import Evidence, observed
+from k3deploy.judge.planned import PlanView
+from k3deploy.judge.verdict import Seen
+
+
+def arm_findings(evidence: Evidence) -> list[Seen]:
+    found = [Seen(source="plan", text=note) for note in evidence.arm.notes]
+    found += _cache_reuse_findings(evidence.blocks, evidence.baseline_blocks)
+    found += _pipeline_findings(evidence)
+    differing, compared, unstable = evidence.texts()
+    if unstable:
+        found.append(Seen(source="measured", text=f"the baseline's own text changes between starts: {unstable[0]}"))
+    elif differing:
+        text = f"greedy output differs from the baseline's in {len(differing)} of {compared} texts: {differing[0]}"
+        found.append(Seen(source="measured", text=text))
+    elif compared:
+        text = f"greedy output is identical to the baseline's in all {compared} texts of the cells"
+        found.append(Seen(source="measured", text=text))
+    for block in evidence.blocks:
+        if block.bench and block.bench.foreign_check == "none":
+            text = "the server shows neither metrics nor slots: requests of others would not have been seen"
+            found.append(Seen(source="measured", text=text))
+            break
+    return found
+
+
+def _pipeline_findings(evidence: Evidence) -> list[Seen]:
+    own = observed(evidence.blocks, "pipeline_parallel")
+    baseline = observed(evidence.baseline_blocks, "pipeline_parallel")
+    if not own or not baseline or own[-1] == baseline[-1]:
+        return []
+    text = (
+        "the head pipelines microbatches over the ranks, the baseline does not"
+        if own[-1]
+        else "the head does not pipeline microbatches over the ranks, the baseline does"
+    )
+    return [Seen(source="measured", text=text, contradicts=not own[-1])]
+
+
+def _cache_reuse_findings(blocks: Sequence[Block], baseline: Sequence[Block]) -> list[Seen]:
+    effective = observed(blocks, "prefix_reuse_effective")
+    if not effective or not observed(blocks, "cache_reuse_disabled"):
+        return []
+    if not effective[-1]:
+        text = (
+            "cache_reuse has no effect: of a prompt whose beginning was dropped, the server took nothing from its cache"
+        )
+        return [Seen(source="measured", text=text, contradicts=True)]
+    if False in observed(blocks, "prefix_reuse_identical"):
+        text = (
+            "cache_reuse takes effect and changes the output: after a moved prefix the text differs from that of the "
+            "same prompt evaluated from nothing; a recurrent state cannot forget what was dropped"
+        )
+        same = False in observed(baseline, "prefix_reuse_identical")
+        return [
+            Seen(source="measured", text=text + (" (the baseline does the same)" if same else ""), contradicts=True)
+        ]
+    return [Seen(source="measured", text="cache_reuse takes effect on a moved prefix and the text stays the same")]
+
+
+def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
+    found = [Seen(source=known.row, text=known.text, contradicts=known.contradicts) for known in plan.findings]
+    found += [Seen(source="plan", text=note) for note in [*plan.notes, *plan.arms[0].notes]]
+    planned = len(plan.blocks)
+    if planned and len(facts.blocks) < planned:
+        text = f"{len(facts.blocks)} of {planned} planned blocks are recorded"
+        found.append(Seen(source="measured", text=text))
+    for earlier, later in pairwise(facts.blocks):
+        if earlier.ended and later.started and later.started < earlier.ended:
+            text = f"blocks {earlier.index} and {later.index} overlap in time"
+            found.append(Seen(source="measured", text=text))
+    return found

@@ -1,0 +1,100 @@
+"""Numbers from samples: a cell of the arm against the baseline's, and each rank's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from k3deploy import stats
+from k3deploy.facts import Block, Cell, Sample, State
+from k3deploy.judge.evidence import Evidence, cell_names
+from k3deploy.judge.verdict import Comparison, Metric, RankMemory
+
+SUPERIOR = 1.02  # a gain below 2 % is not worth a change
+NOT_INFERIOR = 0.99
+
+
+def compare(evidence: Evidence, name: str, state: State, metric: Metric, threshold: float = SUPERIOR) -> Comparison:
+    before: list[float] = []
+    after: list[float] = []
+    for one, other in evidence.pairs:
+        low = stats.median_log(_samples(one.cell(name, state), metric))
+        high = stats.median_log(_samples(other.cell(name, state), metric))
+        if low is not None and high is not None:
+            before.append(low)
+            after.append(high)
+    found = stats.estimate([high - low for low, high in zip(before, after, strict=True)])
+    cells = {
+        side: [cell for block in blocks if (cell := block.cell(name, state)) is not None]
+        for side, blocks in (("baseline", evidence.baseline_blocks), ("arm", evidence.blocks))
+    }
+    return Comparison(
+        cell=name,
+        state=state,
+        metric=metric,
+        unit="ms" if metric == "ttft" else "t/s",
+        baseline=_typical(before, metric),
+        arm=_typical(after, metric),
+        ratio=found.ratio if found else None,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        pairs=found.pairs if found else 0,
+        spread=found.spread if found else None,
+        p_value=found.p_value if found else None,
+        pairs_needed=stats.pairs_needed(found, threshold) if found else None,
+        baseline_samples=sum(len(cell.valid()) for cell in cells["baseline"]),
+        arm_samples=sum(len(cell.valid()) for cell in cells["arm"]),
+        invalid_samples=sum(len(cell.samples) - len(cell.valid()) for side in cells.values() for cell in side),
+    )
+
+
+def all_cells(evidence: Evidence) -> list[Comparison]:
+    """Every cell that was measured: its speed, and for prompts the time to the first token as well."""
+    rows = []
+    for name, state in cell_names(evidence.both):
+        rows.append(compare(evidence, name, state, "speed"))
+        if not name.startswith("tg"):
+            rows.append(compare(evidence, name, state, "ttft"))
+    return rows
+
+
+def rank_memory(evidence: Evidence) -> list[RankMemory]:
+    ranks = dict.fromkeys([*evidence.arm.processes, *(rank for block in evidence.blocks for rank in block.ranks)])
+    return [
+        RankMemory(
+            rank=rank,
+            min_available_mib=_lowest(evidence.blocks, rank, "min_available_mib"),
+            load_min_mib=_lowest(evidence.blocks, rank, "load_min_mib"),
+            run_min_mib=_lowest(evidence.blocks, rank, "run_min_mib"),
+            baseline_min_mib=_lowest(evidence.baseline_blocks, rank, "min_available_mib"),
+            guard_mib=evidence.arm.processes[rank].guard_mib if rank in evidence.arm.processes else None,
+        )
+        for rank in ranks
+    ]
+
+
+def _value(cell: Cell, sample: Sample, metric: Metric) -> float | None:
+    if metric == "ttft":
+        return sample.ttft_ms
+    return sample.decode_per_second if cell.decodes else sample.prefill_per_second
+
+
+def _samples(cell: Cell | None, metric: Metric) -> list[float]:
+    """The cell's valid values such that more is better: tokens per second, or one over the time to first token."""
+    values = [_value(cell, sample, metric) for sample in cell.valid()] if cell else []
+    known = [value for value in values if value is not None and value > 0]
+    return [1.0 / value for value in known] if metric == "ttft" else known
+
+
+def _typical(block_values: Sequence[float], metric: Metric) -> float | None:
+    """What the blocks' values stand for, in the metric's own unit; two of them have exactly the estimate's ratio."""
+    if not block_values:
+        return None
+    mean = math.exp(math.fsum(block_values) / len(block_values))
+    return 1.0 / mean if metric == "ttft" else mean
+
+
+def _lowest(blocks: Sequence[Block], rank: str, field: str) -> int | None:
+    memories = [block.ranks[rank].memory for block in blocks if rank in block.ranks]
+    values = [getattr(memory, field) for memory in memories if memory is not None]
+    return min((value for value in values if value is not None), default=None)

@@ -1,0 +1,66 @@
+"""The plan, as far as a verdict needs it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from k3deploy.facts import State
+from k3deploy.judge.verdict import Metric
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class PlannedGate(_View):
+    cells: list[str] = Field(default_factory=list)
+    state: State = "cold"
+    metric: Metric = "speed"
+    suite: str | None = None
+    observation: str | None = None
+    require: Literal["faster", "not_slower", "identical", "at_most", "at_least", "equals", "not_higher"]
+    limit: float | bool | None = None
+    why: str = ""
+
+
+class PlannedProcess(_View):
+    argv: list[str]
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class PlannedRank(_View):
+    worker: PlannedProcess | None = None
+    head: PlannedProcess | None = None
+    guard_mib: int | None = None
+
+
+class PlannedArm(_View):
+    name: str
+    slug: str
+    build_key: str
+    processes: dict[str, PlannedRank] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+
+
+class Known(_View):
+    row: str = ""
+    text: str
+    contradicts: bool = False
+
+
+class Transport(_View):
+    require: Literal["tcp", "rdma"] = "tcp"
+
+
+class PlanView(_View):
+    """``arms[0]`` is the baseline."""
+
+    candidate: str
+    arms: list[PlannedArm] = Field(min_length=2)
+    gates: dict[str, PlannedGate]
+    findings: list[Known] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    blocks: list[dict[str, Any]] = Field(default_factory=list)
+    transport: Transport = Field(default_factory=Transport)
