@@ -31,6 +31,20 @@ def disks(controller: Controller) -> dict[str, list[str]]:
     return {rank: sorted(listing.splitlines()) for rank, listing in controller.everywhere(SNAPSHOT).items()}
 
 
+def test_a_check_on_installed_ranks_foresees_a_window_alone(
+    controller: Controller, applied: Callable[[str], Applied]
+) -> None:
+    applied("U9")
+    before = disks(controller), controller.production()
+    done = controller.k3deploy("apply", "candidate-U9", "--repeats", "1", "--check", "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert roles_that_changed(done.stdout) == {"window"}, done.stdout
+    assert (disks(controller), controller.production()) == before
+
+
+# From here on the ranks are bare.
+
+
 @pytest.fixture(scope="module")
 def bare(controller: Controller) -> Iterator[Controller]:
     """Ranks that run production and have never seen k3deploy."""
@@ -55,14 +69,3 @@ def test_a_rollback_with_nothing_deployed_changes_nothing(bare: Controller) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert changes(done.stdout) == [0, 0, 0, 0], done.stdout
     assert (disks(bare), bare.production()) == before
-
-
-def test_a_check_on_installed_ranks_foresees_a_window_alone(
-    controller: Controller, applied: Callable[[str], Applied]
-) -> None:
-    applied("U9")
-    before = disks(controller), controller.production()
-    done = controller.k3deploy("apply", "candidate-U9", "--repeats", "1", "--check", "--yes")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert roles_that_changed(done.stdout) == {"window"}, done.stdout
-    assert (disks(controller), controller.production()) == before
