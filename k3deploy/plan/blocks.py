@@ -1,0 +1,71 @@
+"""What is measured, how and in which order: the blocks, and the request to the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from k3deploy.inventory import Model
+from k3deploy.matrix import Candidate
+from k3deploy.plan.model import Bench, Block, Cell, PlanError, PlannedArm
+
+SEED = 7
+REPEATS = 2
+DEADLINE_S = 1800  # for the cells of one block
+COLD = ("pp256", "pp512", "pp1024", "pp2048", "pp4096", "tg100")
+WARM = ("pp2048", "pp4096")
+DECODE_PROMPT = 16
+# What a row lists as evidence -> the harness' probe that yields it.
+PROBES = {"shifted_prefix": "shifted_prefix", "graphs_reused": "graphs"}
+
+
+def order_blocks(arms: Sequence[PlannedArm], pairs: int) -> list[Block]:
+    """Baseline and arms beside each other; every second round runs backwards, so that a drift cancels."""
+    rounds = [arms if pair % 2 == 0 else list(reversed(arms)) for pair in range(pairs)]
+    order = [(pair, arm) for pair, one_round in enumerate(rounds) for arm in one_round]
+    return [Block(index=index, pair=pair, arm=arm.name, slug=arm.slug) for index, (pair, arm) in enumerate(order)]
+
+
+def bench_request(
+    candidate: Candidate, model: Model, arms: Sequence[PlannedArm], only: Sequence[str] | None, repeats: int
+) -> Bench:
+    wanted: list[tuple[str, Literal["cold", "warm", "cached"]]] = [
+        *((name, "cold") for name in COLD),
+        *((name, "warm") for name in WARM),
+    ]
+    for gate in candidate.gates.values():
+        wanted += [(name, gate.state) for name in gate.cells if (name, gate.state) not in wanted]
+    if only is not None:
+        names = [name for name, _ in wanted]
+        if unknown := [name for name in only if name not in names]:
+            raise PlanError(f"no cell {unknown[0]!r} (cells: {', '.join(dict.fromkeys(names))})")
+        needed = {name: gate for gate, check in candidate.gates.items() for name in check.cells}
+        if missing := [name for name in needed if name not in only]:
+            raise PlanError(f"the gate {needed[missing[0]]} judges {missing[0]}: measure it too")
+        wanted = [(name, state) for name, state in wanted if name in only]
+    cells = [_cell(name, state) for name, state in wanted]
+    context = min(arm.settings.get("ctx_size", 0) // arm.settings.get("parallel", 1) for arm in arms)
+    for cell in cells:
+        if context and cell.n_prompt + cell.n_predict > context:
+            raise PlanError(f"{cell.cell} does not fit into a context of {context} tokens a slot")
+    evidence = evidence_of(candidate)
+    return Bench(
+        deadline_s=DEADLINE_S,
+        seed=SEED,
+        vocab=model.vocab,
+        warmup=arms[0].warmup,
+        repeats=repeats,
+        cells=cells,
+        probes=[probe for name, probe in PROBES.items() if name in evidence],
+    )
+
+
+def evidence_of(candidate: Candidate) -> list[str]:
+    return list(dict.fromkeys(name for row in candidate.rows for name in row.evidence))
+
+
+def _cell(name: str, state: Literal["cold", "warm", "cached"]) -> Cell:
+    size = int(name[2:])
+    if name.startswith("pp"):
+        return Cell(cell=name, state=state, n_prompt=size, n_predict=1)
+    return Cell(cell=name, state=state, n_prompt=DECODE_PROMPT, n_predict=size)

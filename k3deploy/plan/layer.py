@@ -1,0 +1,38 @@
+"""The run's inventory layer, from which the roles work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3deploy.plan.model import Bench, Plan, PlannedArm
+
+
+def render_run_layer(plan: Plan) -> dict[str, Any]:
+    """The run's inventory layer: what the roles read (``k3_run_id`` and ``k3_run_dir`` are the store's to add)."""
+    return {
+        "all": {
+            "vars": {
+                "k3_run_builds": plan.builds,
+                "k3_run_arms": [_layer_arm(arm, plan.bench) for arm in plan.arms],
+                "k3_run_blocks": [block.model_dump() for block in plan.blocks],
+                "k3_run_bench": plan.bench.model_dump(mode="json", exclude_none=True),
+            },
+            "hosts": {
+                rank: {
+                    # On the host, where it wins over group_vars: the hash that the inventory left to the sidecar.
+                    "k3_model": plan.model.model_dump(mode="json", exclude={"sidecar", "facts"}, exclude_none=True),
+                    "k3_run_processes": {
+                        arm.slug: arm.processes[rank].model_dump(mode="json", exclude_none=True) for arm in plan.arms
+                    },
+                }
+                for rank in plan.ranks
+            },
+        }
+    }
+
+
+def _layer_arm(arm: PlannedArm, bench: Bench) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": arm.name, "slug": arm.slug, "build_key": arm.build_key}
+    if arm.warmup != bench.warmup:
+        entry["bench"] = {"warmup": arm.warmup}
+    return entry

@@ -1,0 +1,84 @@
+"""From settings to processes: the command line and the environment of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from k3deploy.inventory import BuildSpec, Cluster, Rank
+from k3deploy.matrix import Guards
+from k3deploy.plan.model import MIB, Process, RankProcesses
+from k3deploy.settings import flags
+
+
+def rank_processes(
+    rank: Rank, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec, guards: Guards
+) -> RankProcesses:
+    return RankProcesses(
+        worker=_worker(rank, settings, spec, guards) if rank.runs_worker else None,
+        head=_head(rank, cluster, settings, spec, guards) if rank.is_head else None,
+        guard_mib=memory_floor(settings, guards),
+    )
+
+
+def _worker(rank: Rank, settings: Mapping[str, Any], spec: BuildSpec, guards: Guards) -> Process:
+    port = str(settings["rpc_port"])
+    # Never -c: a worker's tensor cache would hash and keep activations in the middle of a measurement.
+    argv = [f"bin/{spec.worker_program}", "--host", rank.fabric_address, "--port", port]
+    if "worker_threads" in settings:
+        argv += ["--threads", str(settings["worker_threads"])]
+    return Process(
+        argv=argv,
+        environment=_environment(rank, settings),
+        cpu_affinity=settings.get("worker_cpu_affinity", ""),
+        memlock_bytes=memlock_bytes(settings, guards),
+        listen=f"{rank.fabric_address}:{port}",
+    )
+
+
+def _head(rank: Rank, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec, guards: Guards) -> Process:
+    workers = cluster.workers
+    port = str(cluster.candidate_head_port)
+    endpoints = [f"{worker.fabric_address}:{settings['rpc_port']}" for worker in workers]
+    argv = [
+        "bin/llama-server",
+        *("--host", rank.fabric_address, "--port", port, "--model", cluster.model.path),
+        *("--rpc", ",".join(endpoints), "--device", ",".join(devices(cluster, spec))),
+        *flags(settings),
+    ]
+    return Process(
+        argv=argv,
+        environment=_environment(rank, settings),
+        memlock_bytes=memlock_bytes(settings, guards) * len(workers),  # one connection a worker
+        url=f"http://{rank.fabric_address}:{port}",
+    )
+
+
+def devices(cluster: Cluster, spec: BuildSpec) -> list[str]:
+    """The head's devices in split order. RPC devices would come before a local GPU by default."""
+    local = [] if spec.backend == "cpu" or cluster.head.local_worker else ["CUDA0"]
+    return local + [f"RPC{number}" for number in range(len(cluster.workers))]
+
+
+def memlock_bytes(settings: Mapping[str, Any], guards: Guards) -> int:
+    """Pinned bytes that one connection may have; 0 where nothing sets them."""
+    limits = [settings.get("memlock_mib"), guards.memlock_mib_per_connection]
+    return min(limit for limit in limits if limit is not None) * MIB if any(limits) else 0
+
+
+def memory_floor(settings: Mapping[str, Any], guards: Guards) -> int:
+    """MiB that must stay available on every rank."""
+    floor: int = settings.get("guard_mib", 0)
+    return max(floor, guards.rank_available_mib or 0)
+
+
+def _environment(rank: Rank, settings: Mapping[str, Any]) -> dict[str, str]:
+    environment = dict(settings.get("environment") or {})
+    match settings.get("rdma"):
+        case "pinned":
+            environment["GGML_RDMA_DEV"] = str(rank.rdma_device)
+            if rank.rdma_gid is not None:
+                environment["GGML_RDMA_GID"] = str(rank.rdma_gid)
+        case "off":
+            environment["GGML_RPC_NO_RDMA"] = "1"
+    return environment
