@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from k3deploy.matrix import Gate, Matrix, Row
+from k3deploy import patches
+from k3deploy.matrix import BuildChange, Gate, Matrix, Row
 from k3deploy.settings import render
 
 HERE = Path(__file__).parent
@@ -24,6 +25,19 @@ def gate_text(gate: Gate) -> str:
     return f"{subject}: {gate.require.replace('_', ' ')}{limit}{why}"
 
 
+def build_text(build: BuildChange) -> str:
+    """Where the program of a row comes from."""
+    if not build.patch_sets or not set(build.patch_sets) <= set(patches.list_names()):
+        return f"It needs a build named `{build.name}` in the inventory's `k3_builds`: {build.needs}."
+    sets = ", ".join(f"`{name}`" for name in build.patch_sets)
+    options = ", ".join(f"`{name}={value}`" for name, value in build.cmake.items())
+    return (
+        f"It is built from the baseline's source with the patch set {sets} ([patch-sets.md](../patch-sets.md))"
+        f"{f' and {options}' if options else ''}, unless the inventory's `k3_builds` names a build `{build.name}`: "
+        f"{build.needs}. What it is and what was measured: [candidates.md](../candidates.md)."
+    )
+
+
 def lines(matrix: Matrix, row: Row) -> Iterator[str]:
     """A row's page."""
     yield f"# {row.id}: {row.title}"
@@ -39,7 +53,7 @@ def lines(matrix: Matrix, row: Row) -> Iterator[str]:
         text = ", ".join(f"`{key}` = {render(value)}" for key, value in row.harness.values().items())
         yield f"Every arm of it, the baseline too, is measured with {text}."
     if row.build is not None:
-        yield f"It needs a build named `{row.build.name}` in the inventory's `k3_builds`: {row.build.needs}."
+        yield build_text(row.build)
     if row.combines:
         yield f"It combines {', '.join(row.combines)}."
     if row.alone:
