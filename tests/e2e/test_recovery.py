@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_its_blocks_and_comes_to_a_verdict(
     resumed.assert_complete()
 
 
-# --- kill -9, then Ansible alone ------------------------------------------------------------------------------------
+# --- kill -9, then rollback.yml ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,36 +181,26 @@ def test_rollback_again_changes_nothing(controller: Controller, folder: Path) ->
 
 
 @pytest.fixture(scope="module")
-def by_ansible_alone(controller: Controller, killed: Interrupted, rolled_back: str) -> Applied:
-    """U6 brought to its end by ansible-playbook with the run's own layer, then judged by a no-op apply."""
-    del rolled_back
-    layers = ["-i", str(controller.inventory), "-i", str(killed.run / "inventory")]
-    done = controller.ansible("ansible-playbook", *layers, "playbooks/apply.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
+def finished(controller: Controller, killed: Interrupted, rolled_back: str) -> Applied:
+    del rolled_back  # after it
     return resume(controller, killed)
 
 
-def test_a_killed_run_is_finished_by_ansible_alone_and_judged_by_apply(
-    killed: Interrupted, by_ansible_alone: Applied
-) -> None:
-    after = measured(by_ansible_alone.run)
+def test_a_killed_run_goes_on_later_and_comes_to_a_verdict(killed: Interrupted, finished: Applied) -> None:
+    after = measured(finished.run)
     assert killed.blocks.keys() == {"000.json"} and after.keys() == {"000.json", "001.json"}
     assert after["000.json"] == killed.blocks["000.json"]
-    by_ansible_alone.assert_complete()
+    finished.assert_complete()
 
 
-def test_a_second_apply_of_a_candidate_builds_and_installs_nothing(by_ansible_alone: Applied) -> None:
-    log = (by_ansible_alone.run / "logs" / "ansible-apply.log").read_text()
-    assert roles_that_changed(log) == {"window"}, log
-    assert "k3.deploy.install : Make the candidate directories and the common units" in log
-
-
-def test_a_recorded_run_is_not_measured_again_by_ansible_alone(
-    controller: Controller, by_ansible_alone: Applied
+def test_applying_again_with_ansible_alone_builds_installs_and_measures_nothing(
+    controller: Controller, finished: Applied
 ) -> None:
-    before = measured(by_ansible_alone.run)
-    layers = ["-i", str(controller.inventory), "-i", str(by_ansible_alone.run / "inventory")]
+    before = measured(finished.run)
+    layers = ["-i", str(controller.inventory), "-i", str(finished.run / "inventory")]
     done = controller.ansible("ansible-playbook", *layers, "playbooks/apply.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert measured(by_ansible_alone.run) == before
-    assert controller.production() == by_ansible_alone.production_before
+    assert roles_that_changed(done.stdout) == {"window"}, done.stdout
+    assert "k3.deploy.install : Make the candidate directories and the common units" in done.stdout
+    assert measured(finished.run) == before
+    assert controller.production() == finished.production_before
