@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent
 ORDER = ("lint", "unit", "e2e", "bench")
 
 
+# First, because xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
