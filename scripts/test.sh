@@ -14,7 +14,6 @@ trap 'kill -INT "$child" 2>/dev/null; wait "$child"; exit 130' INT
 # The whole group: what the tests started must not go on while their labs are taken down.
 trap 'kill -TERM -- "-$child" 2>/dev/null; wait "$child"; exit 143' TERM HUP
 
-# Two processes: one has the lab of the end-to-end tests, the other that of the Molecule scenarios.
-setsid pytest -n 2 --dist loadgroup "$@" &
+setsid pytest "$@" &
 child=$!
 wait "$child"

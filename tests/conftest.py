@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from controllerkit import Applied, Controller, one_inventory
-from labkit import one_at_a_time
 
 from k3deploy.lab.cluster import Lab
 
@@ -17,20 +16,12 @@ ROOT = Path(__file__).parent
 ORDER = ("lint", "unit", "e2e", "bench")
 
 
-# First, because xdist reads the groups in the same hook.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
     items.sort(key=rank)
-    # Two processes, where pytest is asked for them: what shares a lab stays in one, in order.
-    for item in items:
-        if "e2e" in item.path.parts or "bench" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("lab"))
-        elif "molecule" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("molecule"))
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +32,7 @@ def lab() -> Iterator[Lab]:
         environment.setenv("K3DEPLOY_LAB", made.config.name)
         environment.setenv("K3DEPLOY_LAB_SUBNET", str(made.config.subnet))
         try:
-            with one_at_a_time(made):
-                made.up(progress=print)
+            made.up(progress=print)
             yield made
         finally:
             if not os.environ.get("K3DEPLOY_TEST_KEEP"):
@@ -54,10 +44,9 @@ def controller(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Controller
     """Somebody with the lab's inventory, a tiny model, and production that serves."""
     place = tmp_path_factory.mktemp("controller")
     made = Controller(lab, one_inventory(lab, place / "inventory"), place)
-    with one_at_a_time(lab):
-        for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
-            done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
-            assert done.returncode == 0, done.stdout + done.stderr
+    for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
+        done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
+        assert done.returncode == 0, done.stdout + done.stderr
     return made
 
 

@@ -6,7 +6,6 @@ Molecule's create step.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -56,15 +55,6 @@ def lab_up(lab: Lab, progress: Callable[[str], None] = print) -> Iterator[Lab]:
         yield lab
     finally:
         lab.down()
-
-
-@contextmanager
-def one_at_a_time(lab: Lab) -> Iterator[None]:
-    """Hold back another test process that would make the same image or compile the same source: it finds them made."""
-    lab.config.cache_dir.mkdir(parents=True, exist_ok=True)
-    with (lab.config.cache_dir / "tests.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def built_release(lab: Lab, progress: Callable[[str], None] = print) -> Release:
@@ -141,9 +131,8 @@ def main() -> int:
         sys.stderr.write(f"{line}\n")
 
     lab = lab_named(os.environ["K3DEPLOY_LAB"])
-    with one_at_a_time(lab):
-        lab.up(progress=say)
-        release = built_release(lab, progress=say)
+    lab.up(progress=say)
+    release = built_release(lab, progress=say)
     model = ensure_model(lab.config.cache_dir / "models", SPECS["tiny"], 7, "f16")
     facts = {
         "release": {**asdict(release), "directory": str(release.directory)},
