@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import built_release, one_at_a_time
+from labkit import built_release
 
 from k3deploy.facts import parse_head_log
 from k3deploy.lab.cluster import Lab
@@ -55,8 +55,7 @@ class Llama:
 
 @pytest.fixture(scope="module")
 def llama(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    with one_at_a_time(lab):
-        release = built_release(lab)
+    release = built_release(lab)
     libraries = tmp_path_factory.mktemp("libraries")
     builder = next(rank.name for rank in lab.config.ranks if rank.is_builder)
     needed = "ldd bin/llama-server bin/ggml-rpc-server | grep -o '[[:space:]]/lib[^ ]*' | sort -u"
