@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# Run the tests, take their labs down whatever happens (pass, failure, Ctrl-C, SIGTERM), and end with pytest's summary.
+# Run the tests in two processes (what needs the lab, and the rest beside it), leave nothing behind whatever happens (pass, failure,
+# Ctrl-C, SIGTERM), and end with pytest's summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export K3DEPLOY_LAB=${K3DEPLOY_LAB:-k3test}
+# In the environment of everything that the tests start, so that what outlives its parent is found.
+export TEST_RUN_MARK=k3deploy-$$
+
+left_running() {
+  grep -lzx "TEST_RUN_MARK=$TEST_RUN_MARK" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3
+}
 
 cleanup() {
+  trap '' INT TERM HUP
+  # shellcheck disable=SC2046 # one word a process
+  kill -KILL $(left_running) 2>/dev/null
   for name in "$K3DEPLOY_LAB" k3mol k3doomed; do
     K3DEPLOY_LAB=$name k3deploy lab down >/dev/null 2>&1
   done
@@ -14,6 +24,6 @@ trap 'kill -INT "$child" 2>/dev/null; wait "$child"; exit 130' INT
 # The whole group: what the tests started must not go on while their labs are taken down.
 trap 'kill -TERM -- "-$child" 2>/dev/null; wait "$child"; exit 143' TERM HUP
 
-setsid pytest "$@" &
+setsid pytest -n 2 "$@" &
 child=$!
 wait "$child"

@@ -1,4 +1,8 @@
-"""One lab for all tests that need one, with production on it; taken down at the end, always."""
+"""One lab for all tests that need one, with production on it; taken down at the end, always.
+
+``scripts/test.sh`` runs the tests in two processes: what needs a lab stays together, so that each lab is brought up once, and
+what needs none runs beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,45 @@ from pathlib import Path
 
 import pytest
 from controllerkit import Applied, Controller, one_inventory
+from labkit import one_compiler
+from xdist.scheduler import LoadScopeScheduling
 
 from k3deploy.lab.cluster import Lab
 
 ROOT = Path(__file__).parent
-# What fails in a second fails first; what needs the lab comes together, so that the lab is up for as long as it takes.
+# What fails in a second fails first. With two processes the first takes the longest group and the second all others in turn.
 ORDER = ("lint", "unit", "e2e", "bench")
+ORDER_OF_TWO = ("e2e", "bench", "lint", "unit")
+# Tests of these folders share a lab, or a machine, and what was applied to it.
+GROUPS = {"e2e": "lab", "bench": "lab", "molecule": "molecule", "rdma": "rdma"}
+
+
+def folder_of(nodeid: str) -> str:
+    parts = nodeid.split("::")[0].split("/")
+    return parts[1] if parts[0] == ROOT.name and len(parts) > 2 else parts[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = ORDER_OF_TWO if "PYTEST_XDIST_WORKER" in os.environ else ORDER
+
     def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
-        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+        folder = folder_of(item.nodeid)
+        return order.index(folder) if folder in order else len(order)
 
     items.sort(key=rank)
+
+
+class ByGroup(LoadScopeScheduling):
+    """Hands a whole group to one process, and files of other folders one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return GROUPS.get(folder_of(nodeid)) or super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False  # how many tests a group has says nothing of how long it takes
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +73,10 @@ def controller(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Controller
     """Somebody with the lab's inventory, a tiny model, and production that serves."""
     place = tmp_path_factory.mktemp("controller")
     made = Controller(lab, one_inventory(lab, place / "inventory"), place)
-    for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
-        done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
-        assert done.returncode == 0, done.stdout + done.stderr
+    with one_compiler(lab):
+        for command in (["lab", "model", "--spec", "tiny"], ["lab", "production"]):
+            done = made.k3deploy(*command, timeout_s=1800)  # compiles llama.cpp where no compiler cache is there
+            assert done.returncode == 0, done.stdout + done.stderr
     return made
 
 

@@ -6,6 +6,7 @@ Molecule's create step.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -57,6 +58,16 @@ def lab_up(lab: Lab, progress: Callable[[str], None] = print) -> Iterator[Lab]:
         lab.down()
 
 
+@contextmanager
+def one_compiler(lab: Lab) -> Iterator[None]:
+    """Only one test process at a time compiles llama.cpp: the next one finds all of it in the compiler's cache."""
+    place = lab.config.cache_dir / "ccache"
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "one-at-a-time.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def built_release(lab: Lab, progress: Callable[[str], None] = print) -> Release:
     """The release of the lab inventory's own build, compiled by playbooks/build.yml in ``lab`` (which must be up).
 
@@ -70,10 +81,11 @@ def built_release(lab: Lab, progress: Callable[[str], None] = print) -> Release:
     for folder in sorted(kept.glob(f"{key}-*")):
         if _intact(folder):
             return Release(folder.name, folder, f"{_RANK_SOURCES}/builds/{folder.name}")
-    ensure_source(lab.config.cache_dir / "src", progress=progress)
-    progress("compiling llama.cpp in the lab")
-    _build(lab, {key: {"name": cluster.build, **spec.model_dump(mode="json", exclude_none=True)}})
-    build_id = _fetch_build(lab, key, kept)
+    with one_compiler(lab):
+        ensure_source(lab.config.cache_dir / "src", progress=progress)
+        progress("compiling llama.cpp in the lab")
+        _build(lab, {key: {"name": cluster.build, **spec.model_dump(mode="json", exclude_none=True)}})
+        build_id = _fetch_build(lab, key, kept)
     return Release(build_id, kept / build_id, f"{_RANK_SOURCES}/builds/{build_id}")
 
 
