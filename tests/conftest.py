@@ -1,7 +1,7 @@
 """One lab for all tests that need one, with production on it; taken down at the end, always.
 
-``scripts/test.sh`` runs the tests in two processes: what needs a lab stays together, so that each lab is brought up once, and
-what needs none runs beside it.
+``scripts/test.sh`` runs the tests in two processes: what needs a lab stays together, so that each lab is brought up
+once, and what needs none runs beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from k3deploy.lab.cluster import Lab
 
 ROOT = Path(__file__).parent
-# What fails in a second fails first. With two processes the first takes the longest group and the second all others in turn.
+# What fails in a second fails first. With two processes the first takes the longest group, the second all others.
 ORDER = ("lint", "unit", "e2e", "bench")
 ORDER_OF_TWO = ("e2e", "bench", "lint", "unit")
 # Tests of these folders share a lab, or a machine, and what was applied to it.
