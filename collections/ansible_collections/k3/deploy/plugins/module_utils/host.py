@@ -11,8 +11,15 @@ import time
 import urllib.error
 import urllib.request
 
+from ansible_collections.k3.deploy.plugins.module_utils import masking
+
 # Environment names that describe how llama.cpp runs; anything else of a process' environment may hold a secret and is not read unasked.
 ENVIRONMENT_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "NCCL_", "OMP_", "KMP_", "GOMP_", "LD_LIBRARY_PATH")
+
+# Everything of a candidate on a rank, and what of that is the rank's own defence: it stays when the candidate is stopped.
+CANDIDATE_UNITS = ("k3-candidate*",)
+GUARD_UNITS = ("k3-candidate-guard.service",)
+LIVE = ("active", "activating", "reloading", "deactivating")
 
 UNIT_PROPERTIES = (
     "Id",
@@ -24,16 +31,18 @@ UNIT_PROPERTIES = (
     "ExecMainStatus",
     "ExecMainCode",
     "ActiveEnterTimestamp",
+    "NRestarts",
     "LimitMEMLOCK",
     "User",
     "FragmentPath",
 )
 
 
-def run(argv, timeout=20, stdin=""):
-    """Run a command; return (rc, stdout, stderr). A missing program is rc 127, a hung one rc 124."""
+def run(argv, timeout=20, stdin="", environment=None):
+    """Run a command, with additions to the environment; return (rc, stdout, stderr). A missing program is rc 127, a hung one rc 124."""
+    whole = {**os.environ, **environment} if environment else None
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, errors="replace", env=whole)
     except FileNotFoundError:
         return 127, "", f"{argv[0]}: not found"
     except subprocess.TimeoutExpired:
@@ -71,6 +80,45 @@ def show_units(names):
     return shown
 
 
+def seconds_active(shown):
+    """Seconds since a unit became active by systemd's own clock; 0 when it is not."""
+    stamp = shown.get("ActiveEnterTimestamp") or ""
+    rc, out, _err = run(["date", "+%s", "-d", stamp]) if stamp else (1, "", "")
+    return max(0.0, time.time() - float(out)) if rc == 0 and out.strip() else 0.0
+
+
+def stop_units(patterns=CANDIDATE_UNITS, timeout=20, dry=False):
+    """Stop what runs of the units that match; SIGKILL what does not listen to SIGTERM. The guard is left alone.
+
+    Returns ``{stopped: [names that ran], killed: [names], left: {name: pid that even SIGKILL does not end}}``. With ``dry``, stops nothing.
+    """
+    names = [name for name in units_matching(patterns) if name not in GUARD_UNITS]
+    shown = show_units(names)
+    running = [name for name in names if shown[name].get("ActiveState") in LIVE]
+    if dry:
+        return {"stopped": running, "killed": [], "left": {}}
+    stuck, left = [], {}
+    if running:
+        run(["systemctl", "stop", *running], timeout=timeout)
+        shown.update(show_units(running))
+        stuck = [name for name in running if shown[name].get("ActiveState") in LIVE]
+    if stuck:
+        run(["systemctl", "kill", "--signal=SIGKILL", *stuck])
+        run(["systemctl", "stop", *stuck], timeout=timeout)
+        shown.update(show_units(stuck))
+        left = {name: int(shown[name].get("MainPID") or 0) for name in stuck if shown[name].get("ActiveState") in LIVE}
+    ended = [name for name in names if name not in left and (name in running or shown[name].get("ActiveState") == "failed")]
+    if ended:
+        run(["systemctl", "reset-failed", *ended])
+    return {"stopped": running, "killed": stuck, "left": left}
+
+
+def left_words(left):
+    """What to tell a person of units that even SIGKILL does not end."""
+    pids = ", ".join("%s (pid %d)" % item for item in sorted(left.items()))
+    return f"still running after SIGKILL: {pids}; a reboot of this rank is what is left"
+
+
 def process(pid, variables=()):
     """exe, argv and environment of a process as it really runs; None when it is gone.
 
@@ -87,7 +135,7 @@ def process(pid, variables=()):
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     environment = {name: value for name, value in pairs if name.startswith(ENVIRONMENT_PREFIXES) or name in variables}
-    return {"pid": pid, "exe": exe, "argv": argv, "environment": environment, "affinity": affinity}
+    return {"pid": pid, "exe": exe, "argv": masking.mask_argv(argv), "environment": masking.mask(environment), "affinity": affinity}
 
 
 def listeners():
@@ -153,6 +201,12 @@ def write_atomic(path, content, mode=0o644):
     except BaseException:
         os.unlink(temporary)
         raise
+    # The rename itself lasts through a power cut only once its directory is on the disk.
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def http_json(url, payload=None, timeout=10):

@@ -1,35 +1,57 @@
 #!/usr/bin/python
-"""k3.deploy.production: drain production's head inside a window, and bring it back with proof."""
+"""k3.deploy.production: take the window over production's head, drain it, and bring it back with proof."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: production
-short_description: Drain production or bring it back
+short_description: Take the maintenance window, drain production, or bring it back
 description:
   - Runs on the head. Production's files are never written; its head unit is only stopped and started.
-  - With O(state=drained), takes the window (one file, created exclusively), records a prompt's tokens, waits for running requests, stops it.
-  - With O(state=serving), starts the head if it does not run, waits until it answers, compares the recorded prompt's tokens, and releases the window.
+  - With O(state=held), takes the window (one file, for one holder at a time), or extends the one that O(run_id) holds already. Records a
+    prompt's tokens while production still runs.
+  - With O(state=extended), moves the end of an open window of the same O(owner).
+  - With O(state=drained), waits for running requests and stops production, inside the window.
+  - With O(state=serving), stops this rank's candidate, starts the head if it does not run, waits until it answers, compares the recorded
+    prompt's tokens, and releases the window.
 options:
   state:
     description: What is wanted.
     type: str
-    choices: [drained, serving]
+    choices: [held, extended, drained, serving]
     required: true
   root:
     description: Directory under which everything of k3deploy lives on the rank.
     type: path
     default: /opt/k3deploy
   run_id:
-    description: The run that takes the window.
+    description: The run, or the hand work, that takes the window. With O(state=serving), only its window is closed; empty closes any.
     type: str
     default: ""
+  kind:
+    description: A window for C(hand) work takes in the runs of its owner, and outlives them.
+    type: str
+    choices: [run, hand]
+    default: run
   owner:
     description: Who takes the window.
     type: str
     default: ""
   reason:
     description: Why.
+    type: str
+    default: ""
+  deadline_s:
+    description: Seconds from now until the window ends by itself.
+    type: int
+    default: 14400
+  ranks:
+    description: The ranks that take part, for whoever closes the window with another inventory.
+    type: list
+    elements: str
+    default: []
+  force:
+    description: Name of the holder whose window is taken over, or closed.
     type: str
     default: ""
   head_unit:
@@ -68,6 +90,14 @@ attributes:
 """
 
 EXAMPLES = r"""
+- name: Take the window for four hours
+  k3.deploy.production:
+    state: held
+    run_id: "{{ k3_run_id }}"
+    owner: alice@desk
+    head_unit: llama-production.service
+    head_url: http://10.0.0.1:8080
+
 - name: Drain production
   k3.deploy.production:
     state: drained
@@ -81,203 +111,192 @@ done:
   description: Whether the wanted state is reached; false asks the caller to call again.
   type: bool
   returned: always
+deadline_left_s:
+  description: Seconds until the window ends, by this rank's clock.
+  type: int
+  returned: when state is held or extended
 production:
-  description: What was recorded or proven.
+  description: What was recorded (the window) or proven.
   type: dict
   returned: when done
 """
 
-import json
-import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils import production as window_of
 
-LIVE = ("active", "activating", "reloading")
+# Taking one's own window again moves its end, unless it would be the same but for the time that a playbook takes.
+SAME_END_S = 60
 
 
-class Production:
-    """Production's head and the window that is taken over it."""
+def holds(window, params):
+    """Whether the window is this run's, or the hand work of the same owner."""
+    if window.get("damaged"):
+        return False
+    by_hand = window.get("kind") == params["kind"] == "hand" and window.get("owner") == params["owner"]
+    return by_hand or window.get("run_id") == params["run_id"]
+
+
+def joins(window, params):
+    """Whether a run works inside a window that its owner opened for hand work."""
+    return window.get("kind") == "hand" and params["kind"] == "run" and bool(params["owner"]) and window.get("owner") == params["owner"]
+
+
+class Window:
+    """One call on the head."""
 
     def __init__(self, module):
         self.module, self.params = module, module.params
-        self.unit, self.url = module.params["head_unit"], module.params["head_url"].rstrip("/")
-        state = os.path.join(module.params["root"], "state")
-        self.window_path = os.path.join(state, "window.json")
-        self.last_path = os.path.join(state, "window-last.json")
+        self.root = module.params["root"]
         self.end = time.monotonic() + module.params["slice"]
-
-    def shown(self):
-        return host.show_units([self.unit])[self.unit]
 
     def again(self, message, done, total):
         """Not there yet: return so that the caller can show progress and call again."""
         progress = {"phase": "window", "message": message, "done": int(done), "total": int(total)}
         self.module.exit_json(changed=True, done=False, k3_progress=progress)
 
-    def probe(self):
-        """Greedy tokens of the recorded prompt; None with the reason when production does not answer."""
-        payload = {
-            "prompt": self.params["probe_prompt"],
-            "n_predict": self.params["probe_tokens"],
-            "temperature": 0,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        status, body = host.http_json(self.url + "/completion", payload, timeout=max(30, self.params["slice"]))
-        if status != 200 or not isinstance(body, dict):
-            return None, f"{status}: {str(body)[:200]}"
-        return body.get("tokens") or body.get("content"), ""
+    # -- held ---------------------------------------------------------------------------------------------------
 
-    def busy_slots(self):
-        """Number of requests in flight; None when production does not say."""
-        status, body = host.http_json(self.url + "/slots", timeout=5)
-        if status == 200 and isinstance(body, list):
-            return sum(1 for slot in body if slot.get("is_processing"))
-        return None
+    def hold(self):
+        """Take the window, extend one's own, join one's own hand work, or take over from a holder whose name was given."""
+        if self.module.check_mode:
+            self.refuse_others(window_of.read_window(self.root))
+            self.module.exit_json(changed=True, done=True, deadline_left_s=self.params["deadline_s"], production={})
+        with window_of.locked(self.root):
+            before = window_of.read_window(self.root)
+            self.refuse_others(before)
+            now = time.time()
+            window = dict(before or self.recorded())
+            if before and joins(before, self.params):
+                window["guest"] = self.params["run_id"]
+            else:
+                wanted = now + self.params["deadline_s"]
+                if abs(wanted - (window.get("deadline") or 0)) > SAME_END_S:
+                    window["deadline"] = wanted
+                window["ranks"] = self.params["ranks"]
+                for key in ("closing", "guest"):
+                    window.pop(key, None)
+                if not before or not holds(before, self.params):
+                    window.update({key: self.params[key] for key in ("run_id", "kind", "owner", "reason")}, opened=now)
+            if window != before:
+                window_of.write_window(self.root, window)
+        self.module.exit_json(changed=window != before, done=True, deadline_left_s=int(window["deadline"] - now), production=window)
+
+    def extend(self):
+        """Move the end of an open window."""
+        with window_of.locked(self.root):
+            window = window_of.read_window(self.root)
+            if not window:
+                self.module.fail_json(msg="no maintenance window is open: there is nothing to extend")
+            if window.get("owner") not in (self.params["owner"], self.params["force"]) or window.get("damaged") or window.get("closing"):
+                self.locked_out(window)
+            now = time.time()
+            window["deadline"] = now + self.params["deadline_s"]
+            if not self.module.check_mode:
+                window_of.write_window(self.root, window)
+        self.module.exit_json(changed=True, done=True, deadline_left_s=self.params["deadline_s"], production=window)
+
+    def refuse_others(self, window):
+        """Fail with who holds the window, unless it is this run's, its owner's hand work, or its holder was named."""
+        if not window or holds(window, self.params) or joins(window, self.params):
+            return
+        if not self.params["force"] or self.params["force"] != window.get("owner"):
+            self.locked_out(window)
+
+    def locked_out(self, window):
+        self.module.fail_json(msg="LOCKED: " + window_of.held_words(window, time.time()), window=window)
+
+    def recorded(self):
+        """What a new window holds of production, so that it can be brought back with this file alone."""
+        head = window_of.Head(self.params["head_unit"], self.params["head_url"])
+        if not head.exists():
+            self.module.fail_json(msg=f"production's unit {head.unit} does not exist on this rank")
+        active = head.live()
+        tokens, why = None, ""
+        if active:
+            tokens, why = head.probe(self.params["probe_prompt"], self.params["probe_tokens"], max(30, self.params["slice"]))
+        if active and tokens is None:
+            self.module.fail_json(msg=f"production runs but does not answer ({why}): not drained")
+        kept = {key: self.params[key] for key in ("head_unit", "head_url", "start_timeout", "probe_prompt", "probe_tokens")}
+        return {**kept, "was_active": active, "tokens": tokens, "mem_available_mib": host.meminfo().get("MemAvailable")}
 
     # -- drained ------------------------------------------------------------------------------------------------
 
-    def take_window(self):
-        """The window, new or ours already. Exclusive creation decides between two operators."""
-        window = host.read_json(self.window_path)
-        if window and window.get("run_id") != self.params["run_id"]:
-            self.module.fail_json(
-                msg="LOCKED: the maintenance window is held by {} for run {} since {} ({})".format(
-                    window.get("owner"),
-                    window.get("run_id"),
-                    time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(window.get("opened") or 0)),
-                    window.get("reason") or "no reason given",
-                ),
-                window=window,
-            )
-        if window:
-            return window
-        shown = self.shown()
-        if shown.get("LoadState") == "not-found":
-            self.module.fail_json(msg=f"production's unit {self.unit} does not exist on this rank")
-        active = shown.get("ActiveState") in LIVE
-        tokens, why = self.probe() if active else (None, "was not running")
-        if active and tokens is None:
-            self.module.fail_json(msg=f"production runs but does not answer ({why}): not drained")
-        window = {
-            "run_id": self.params["run_id"],
-            "owner": self.params["owner"],
-            "reason": self.params["reason"],
-            "opened": time.time(),
-            "unit": self.unit,
-            "was_active": active,
-            "probe_prompt": self.params["probe_prompt"],
-            "probe_tokens": self.params["probe_tokens"],
-            "tokens": tokens,
-            "mem_available_mib": host.meminfo().get("MemAvailable"),
-        }
-        self.create_window(window)
+    def own(self):
+        """The window in which this run works; fails when it was closed or taken over meanwhile."""
+        window = window_of.read_window(self.root)
+        self.refuse_others(window)
+        if not window or window.get("closing"):
+            self.module.fail_json(msg="the maintenance window was closed meanwhile: production stays as it is")
         return window
 
-    def create_window(self, window):
-        """Write the whole file under another name, then link it: the link fails when somebody was faster."""
-        temporary = "%s.%d" % (self.window_path, os.getpid())
-        host.write_atomic(temporary, json.dumps(window).encode())
-        try:
-            os.link(temporary, self.window_path)
-        except FileExistsError:
-            self.module.fail_json(msg="LOCKED: another run took the maintenance window just now")
-        finally:
-            os.unlink(temporary)
-
     def drain(self):
-        shown = self.shown()
+        head = window_of.Head(self.params["head_unit"], self.params["head_url"])
         if self.module.check_mode:
-            self.module.exit_json(changed=shown.get("ActiveState") in LIVE, done=True, production={})
-        window = self.take_window()
-        opened = window["opened"]
-        while self.shown().get("ActiveState") in LIVE:
-            busy = self.busy_slots()
+            self.module.exit_json(changed=head.live(), done=True, production={})
+        window = self.own()
+        since = window.get("draining")
+        if since is None and head.live():
+            since = time.time()
+            with window_of.locked(self.root):
+                window_of.write_window(self.root, dict(self.own(), draining=since))
+        while head.live():
+            busy = head.busy_slots()
             if not busy:
                 break
-            waited = time.time() - opened
+            waited = time.time() - since
             if waited > self.params["drain_timeout"]:
                 self.module.fail_json(msg="production still serves %d request(s) after %d s: not stopped" % (busy, waited))
             if time.monotonic() > self.end:
                 self.again("waiting for %d running request(s)" % busy, waited, self.params["drain_timeout"])
             time.sleep(0.5)
-        changed = self.shown().get("ActiveState") in LIVE
-        rc, _out, err = host.run(["systemctl", "stop", self.unit], timeout=120)
-        if rc != 0 or self.shown().get("ActiveState") in LIVE:
-            self.module.fail_json(msg=f"production's {self.unit} did not stop: {err.strip()}")
+        with window_of.locked(self.root):
+            window = self.own()
+            changed = head.live()
+            rc, _out, err = host.run(["systemctl", "stop", head.unit], timeout=120)
+            if rc != 0 or head.live():
+                self.module.fail_json(msg=f"production's {head.unit} did not stop: {err.strip()}")
+            window.pop("draining", None)
+            window_of.write_window(self.root, window)
         self.module.exit_json(changed=changed, done=True, production=window)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
-    def release_window(self, window, proof):
-        """Keep the last window as a record and free the place for the next one."""
-        record = dict(window, closed=time.time(), proof=proof)
-        host.write_atomic(self.last_path, json.dumps(record).encode())
-        os.unlink(self.window_path)
-
     def serve(self):
-        window = host.read_json(self.window_path)
-        shown = self.shown()
-        if shown.get("LoadState") == "not-found":
-            if window:
-                self.module.fail_json(msg=f"production's unit {self.unit} is gone: bring it back by hand")
-            self.module.exit_json(changed=False, done=True, production={"note": "no production unit on this rank"})
-        if window and not window.get("was_active") and shown.get("ActiveState") not in LIVE:
-            if not self.module.check_mode:
-                self.release_window(window, {"note": "production did not run before"})
-            self.module.exit_json(changed=True, done=True, production={"note": "production did not run before"})
-        changed = shown.get("ActiveState") not in LIVE
+        window = window_of.read_window(self.root)
+        if self.params["run_id"] and window and window.get("run_id") != self.params["run_id"]:
+            note = "the window of {} stays open; production stays as its holder left it".format(window.get("owner"))
+            self.module.exit_json(changed=False, done=True, production={"note": note, "kept": window})
+        back = window_of.Return(self.root, self.params["head_unit"], self.params["head_url"], self.params["start_timeout"])
         if self.module.check_mode:
-            self.module.exit_json(changed=changed or bool(window), done=True, production={})
-        if changed:
-            host.run(["systemctl", "reset-failed", self.unit])
-            rc, _out, err = host.run(["systemctl", "start", self.unit], timeout=120)
-            if rc != 0:
-                self.module.fail_json(msg=f"production's {self.unit} does not start: {err.strip()}")
-        self.wait_until_it_answers()
-        proof = self.prove(window)
-        if window:
-            self.release_window(window, proof)
-        self.module.exit_json(changed=changed or bool(window), done=True, production=proof)
-
-    def wait_until_it_answers(self):
-        while host.http_json(self.url + "/health", timeout=3)[0] != 200:
-            shown = self.shown()
-            if shown.get("ActiveState") == "failed":
-                self.module.fail_json(msg=f"production's {self.unit} failed: see its journal on this rank")
-            waited = self.seconds_running(shown)
-            if waited > self.params["start_timeout"]:
-                self.module.fail_json(msg="production does not answer %d s after its start" % waited)
-            if time.monotonic() > self.end:
-                self.again("waiting for production to answer", waited, self.params["start_timeout"])
-            time.sleep(0.3)
-
-    def seconds_running(self, shown):
-        rc, out, _err = host.run(["date", "+%s", "-d", shown.get("ActiveEnterTimestamp") or "now"])
-        return max(0.0, time.time() - float(out)) if rc == 0 else 0.0
-
-    def prove(self, window):
-        """The recorded prompt must give the recorded tokens."""
-        tokens, why = self.probe()
-        if tokens is None:
-            self.module.fail_json(msg=f"production answers /health but not a prompt: {why}")
-        expected = (window or {}).get("tokens")
-        if expected is not None and tokens != expected:
-            self.module.fail_json(msg="production answers, but not as recorded before the window", tokens=tokens, recorded=expected)
-        return {"answers": True, "as_recorded": None if expected is None else True, "tokens": tokens}
+            self.module.exit_json(changed=back.needed(), done=True, production={})
+        done = back.begin()
+        while done is None:
+            waiting = back.waiting()
+            if waiting is None:
+                done = back.prove()
+            elif time.monotonic() > self.end:
+                self.again(*waiting, back.start_timeout)
+            else:
+                time.sleep(0.3)
+        self.module.exit_json(changed=back.changed, done=True, production=done)
 
 
 def main():
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["drained", "serving"], "required": True},
+            "state": {"type": "str", "choices": ["held", "extended", "drained", "serving"], "required": True},
             "root": {"type": "path", "default": "/opt/k3deploy"},
             "run_id": {"type": "str", "default": ""},
+            "kind": {"type": "str", "choices": ["run", "hand"], "default": "run"},
             "owner": {"type": "str", "default": ""},
             "reason": {"type": "str", "default": ""},
+            "deadline_s": {"type": "int", "default": 14400},
+            "ranks": {"type": "list", "elements": "str", "default": []},
+            "force": {"type": "str", "default": ""},
             "head_unit": {"type": "str", "required": True},
             "head_url": {"type": "str", "required": True},
             "probe_prompt": {"type": "str", "default": "The quick brown fox"},
@@ -288,12 +307,12 @@ def main():
         },
         supports_check_mode=True,
     )
-    production = Production(module)
+    window = Window(module)
+    step = {"held": window.hold, "extended": window.extend, "drained": window.drain, "serving": window.serve}[module.params["state"]]
     try:
-        if module.params["state"] == "drained":
-            production.drain()
-        else:
-            production.serve()
+        step()
+    except window_of.ProductionError as error:
+        module.fail_json(msg=str(error), **error.facts)
     except OSError as error:
         module.fail_json(msg=str(error))
 

@@ -114,15 +114,6 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
-LIVE = ("active", "activating", "reloading", "deactivating")
-
-
-def seconds_active(shown):
-    """Seconds since a unit became active by systemd's own clock; 0 when it is not."""
-    stamp = shown.get("ActiveEnterTimestamp") or ""
-    rc, out, _err = host.run(["date", "+%s", "-d", stamp]) if stamp else (1, "", "")
-    return max(0.0, time.time() - float(out)) if rc == 0 and out.strip() else 0.0
-
 
 def last_progress(log):
     """The line of a head's log that says most about how far its load is."""
@@ -148,7 +139,7 @@ class Starter:
             if self.module.check_mode:
                 return True
             self.module.fail_json(msg=f"{self.name} is not installed on this rank")
-        if shown.get("ActiveState") in LIVE:
+        if shown.get("ActiveState") in host.LIVE:
             return False
         if self.module.check_mode:
             return True
@@ -184,8 +175,8 @@ class Starter:
         end = time.monotonic() + self.params["slice"]
         while True:
             shown = self.shown()
-            waited = seconds_active(shown)
-            if shown.get("ActiveState") not in LIVE:
+            waited = host.seconds_active(shown)
+            if shown.get("ActiveState") not in host.LIVE:
                 # An rpc server exits 0 when its port is taken or its host is bad: inactive is a failure too.
                 self.fail("it ended with {}, exit status {}".format(shown.get("Result"), shown.get("ExecMainStatus")))
             if self.ready(shown):
@@ -212,27 +203,10 @@ def stop(module):
         "memory": memory_series(module.params["memory"]),
         "time": time.time(),
     }
-    names = host.units_matching(module.params["patterns"])
-    shown = host.show_units(names)
-    running = [name for name in names if shown[name].get("ActiveState") in LIVE]
-    failed = [name for name in names if shown[name].get("ActiveState") == "failed"]
-    if module.check_mode or not running:
-        if failed and not module.check_mode:
-            host.run(["systemctl", "reset-failed", *failed])
-        module.exit_json(changed=bool(running), stopped=running, killed=[], **records)
-    host.run(["systemctl", "stop", *running], timeout=module.params["stop_timeout"])
-    shown = host.show_units(running)
-    stuck = [name for name in running if shown[name].get("ActiveState") in LIVE]
-    if stuck:
-        host.run(["systemctl", "kill", "--signal=SIGKILL", *stuck])
-        host.run(["systemctl", "stop", *stuck], timeout=module.params["stop_timeout"])
-        shown = host.show_units(stuck)
-        left = [name for name in stuck if shown[name].get("ActiveState") in LIVE]
-        if left:
-            pids = ", ".join("{} (pid {})".format(name, shown[name].get("MainPID")) for name in left)
-            module.fail_json(msg=f"still running after SIGKILL: {pids}; a reboot of this rank is what is left")
-    host.run(["systemctl", "reset-failed", *running])
-    module.exit_json(changed=True, stopped=running, killed=stuck, **records)
+    done = host.stop_units(module.params["patterns"], module.params["stop_timeout"], dry=module.check_mode)
+    if done["left"]:
+        module.fail_json(msg=host.left_words(done["left"]), **done)
+    module.exit_json(changed=bool(done["stopped"]), stopped=done["stopped"], killed=done["killed"], **records)
 
 
 def main():

@@ -23,19 +23,23 @@ def test_the_window_says_who_took_it_when_and_how_production_was(rank0: Host) ->
     file = rank0.file("/opt/k3deploy/state/window.json")
     assert file.user == "root"
     window = json.loads(file.content_string)
-    said = {key: window[key] for key in ("run_id", "owner", "reason", "unit", "was_active", "probe_prompt", "probe_tokens")}
+    said = {key: window[key] for key in ("run_id", "owner", "reason", "kind", "head_unit", "was_active", "ranks", "probe_prompt", "probe_tokens")}
     assert said == {
         "run_id": "molecule",
         "owner": "molecule",
         "reason": "the collection's own tests",
-        "unit": "llama-production.service",
+        "kind": "run",
+        "head_unit": "llama-production.service",
         "was_active": True,
+        "ranks": ["rank0", "rank1", "rank2", "rank3"],
         "probe_prompt": "The quick brown fox",
         "probe_tokens": 16,
     }
     assert len(window["tokens"]) == 16 and all(isinstance(token, int) for token in window["tokens"])
     assert 0 < time.time() - window["opened"] < 600
     assert window["mem_available_mib"] > 0
+    assert abs(window["deadline"] - window["opened"] - 14400) < 5
+    assert window["head_url"] == "http://rank0:8080" and window["start_timeout"] == 180
 
 
 def test_it_is_the_heads_alone(rank1: Host) -> None:

@@ -1,0 +1,274 @@
+"""Production's head and the maintenance window over it: what brings production back, with a controller or without one.
+
+Standard library only. The module k3.deploy.production uses it; on a rank it lies as ``libexec/k3_production.py``, beside a tree
+``libexec/ansible_collections/k3/deploy/plugins/module_utils`` with what it imports. There, ``k3_production.py restore --root /opt/k3deploy`` brings
+production back by what window.json says, prints the proof as JSON, and exits with 0, or with 1 and an ``error``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+
+from ansible_collections.k3.deploy.plugins.module_utils import host
+
+LIVE = ("active", "activating", "reloading")
+# A unit that systemd has restarted this often since we started it will not come up by waiting.
+RESTARTS = 3
+
+
+class ProductionError(Exception):
+    """Production cannot be had as wanted. ``facts`` says more than the sentence."""
+
+    def __init__(self, message, **facts):
+        super().__init__(message)
+        self.facts = facts
+
+
+# -- the window: one file on the head ---------------------------------------------------------------------------------
+
+
+def path_of(root, name="window.json"):
+    return os.path.join(root, "state", name)
+
+
+@contextlib.contextmanager
+def locked(root):
+    """What looks at the window and acts on it does so under this lock, so that nobody acts on a window that is just closing."""
+    os.makedirs(os.path.join(root, "state"), exist_ok=True)
+    with open(path_of(root, "window.lock"), "w", encoding="ascii") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def read_window(root):
+    """The window; None when it is closed, and ``{"damaged": True}`` when the file is there and cannot be read."""
+    window = host.read_json(path_of(root))
+    if isinstance(window, dict):
+        return window
+    return {"damaged": True} if os.path.lexists(path_of(root)) else None
+
+
+def write_window(root, window):
+    host.write_atomic(path_of(root), json.dumps(window).encode())
+
+
+def same_window(one, other):
+    """Whether two readings are of one window: a run may take a window again after it was closed."""
+    return bool(one) and bool(other) and all(one.get(key) == other.get(key) for key in ("run_id", "opened", "damaged"))
+
+
+def moment(seconds):
+    """A time for people, by this rank's clock."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds or 0))
+
+
+def held_words(window, now):
+    """Who holds the window, since when, until when, and what somebody else can do."""
+    if window.get("damaged"):
+        return "the maintenance window's file cannot be read: rollback brings production back and puts the file aside"
+    words = "the maintenance window is held by {} for run {} since {}".format(
+        window.get("owner") or "someone", window.get("run_id"), moment(window.get("opened"))
+    )
+    deadline = window.get("deadline") or 0
+    words += f" until {moment(deadline)}" if deadline else ""
+    words += " ({})".format(window.get("reason") or "no reason given")
+    if window.get("closing"):
+        return words + "; it is closing: production is on its way back"
+    if deadline and deadline < now:
+        return words + "; it is stale, its end has passed: rollback stops what is left of it and brings production back"
+    return words + "; wait until then, ask its owner, or roll back if that run is dead"
+
+
+# -- production's head ------------------------------------------------------------------------------------------------
+
+
+class Head:
+    """Production's head: its unit, which is started and stopped and never written, and its API."""
+
+    def __init__(self, unit, url):
+        self.unit, self.url = unit, (url or "").rstrip("/")
+
+    def shown(self):
+        return host.show_units([self.unit])[self.unit]
+
+    def exists(self):
+        return self.shown().get("LoadState") != "not-found"
+
+    def live(self):
+        return self.shown().get("ActiveState") in LIVE
+
+    def healthy(self):
+        return host.http_json(self.url + "/health", timeout=3)[0] == 200
+
+    def probe(self, prompt, tokens, timeout=30):
+        """Greedy tokens of a prompt and "", or None and the reason why production does not answer."""
+        payload = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+        status, body = host.http_json(self.url + "/completion", payload, timeout=timeout)
+        if status != 200 or not isinstance(body, dict):
+            return None, f"{status}: {str(body)[:200]}"
+        return body.get("tokens") or body.get("content"), ""
+
+    def busy_slots(self):
+        """Number of requests in flight; None when production does not say."""
+        status, body = host.http_json(self.url + "/slots", timeout=5)
+        if status == 200 and isinstance(body, list):
+            return sum(1 for slot in body if slot.get("is_processing"))
+        return None
+
+    def start(self):
+        host.run(["systemctl", "reset-failed", self.unit])
+        rc, _out, err = host.run(["systemctl", "start", self.unit], timeout=120)
+        if rc != 0:
+            raise ProductionError(f"production's {self.unit} does not start: {err.strip()}")
+
+
+# -- bringing it back -------------------------------------------------------------------------------------------------
+
+
+class Return:
+    """Production on its way back: stop this rank's candidate, start the head, wait, compare the recorded prompt, release the window.
+
+    What the open window says of production goes before ``unit``, ``url`` and ``start_timeout``, which are for a rank without one. Each step may be
+    taken again, by another process too.
+    """
+
+    def __init__(self, root, unit=None, url=None, start_timeout=1200):
+        self.root = root
+        self.window = read_window(root)
+        known = self.window or {}
+        self.head = Head(known.get("head_unit") or unit, known.get("head_url") or url)
+        self.start_timeout = known.get("start_timeout") or start_timeout
+        self.changed = False
+
+    def needed(self):
+        """Whether anything would be changed."""
+        return bool(self.window) or (self.head.exists() and not self.head.live())
+
+    def begin(self):
+        """Stop what must not run beside production, and start it; a proof when nothing is to be started, else None."""
+        if not self.head.unit:
+            if self.window:
+                raise ProductionError("the window does not say what production is: roll back with the inventory")
+            return {"note": "no window is open on this rank"}
+        if not self.head.exists():
+            if self.window:
+                raise ProductionError(f"production's unit {self.head.unit} is gone: bring it back by hand")
+            return {"note": "no production unit on this rank"}
+        self.close()
+        if self.head.live():
+            return None
+        if self.window and self.window.get("was_active") is False:
+            self.release({"note": "production did not run before"})
+            return {"note": "production did not run before", **self.about()}
+        self.changed = True
+        self.head.start()
+        return None
+
+    def close(self):
+        """From here on no unit of a candidate starts in this window; what runs is stopped before production needs its memory."""
+        with locked(self.root):
+            window = read_window(self.root)
+            if window and not window.get("damaged") and not window.get("closing"):
+                write_window(self.root, dict(window, closing=time.time()))
+        stopped = host.stop_units()
+        if stopped["left"]:
+            raise ProductionError(host.left_words(stopped["left"]), left=stopped["left"])
+        self.changed = self.changed or bool(stopped["stopped"])
+
+    def waiting(self):
+        """None when production answers, else ``(what is waited for, seconds waited)``."""
+        if self.head.healthy():
+            return None
+        shown = self.head.shown()
+        if shown.get("ActiveState") == "failed":
+            raise ProductionError(f"production's {self.head.unit} failed: see its journal on this rank")
+        if shown.get("SubState") == "auto-restart" and int(shown.get("NRestarts") or 0) >= RESTARTS:
+            raise ProductionError(
+                "production's {} ends as often as it is started (exit status {}): see its journal on this rank".format(
+                    self.head.unit, shown.get("ExecMainStatus")
+                )
+            )
+        waited = host.seconds_active(shown)
+        if waited > self.start_timeout:
+            raise ProductionError("production does not answer %d s after its start" % waited)
+        return "waiting for production to answer", waited
+
+    def prove(self):
+        """The recorded prompt must give the recorded tokens; then the window is released. Returns the proof."""
+        window = self.window or {}
+        tokens, why = self.head.probe(window.get("probe_prompt") or "The quick brown fox", window.get("probe_tokens") or 16)
+        if tokens is None:
+            raise ProductionError(f"production answers /health but not a prompt: {why}")
+        expected = window.get("tokens")
+        if expected is not None and tokens != expected:
+            raise ProductionError("production answers, but not as recorded before the window", tokens=tokens, recorded=expected)
+        proof = {"answers": True, "as_recorded": None if expected is None else True, "tokens": tokens}
+        self.release(proof)
+        return {**proof, **self.about()}
+
+    def release(self, proof):
+        """Keep the last window as a record and free the place for the next one."""
+        if not self.window:
+            return
+        self.changed = True
+        with locked(self.root):
+            now = read_window(self.root)
+            if not now or not same_window(now, self.window):
+                return  # released meanwhile by another process that proved it too
+            if now.get("damaged"):
+                os.replace(path_of(self.root), path_of(self.root, "window-damaged.json"))
+                return
+            host.write_atomic(path_of(self.root, "window-last.json"), json.dumps(dict(now, closed=time.time(), proof=proof)).encode())
+            os.unlink(path_of(self.root))
+
+    def about(self):
+        """Whose window it was, and the ranks that took part in it."""
+        if not self.window:
+            return {}
+        keys = ("run_id", "owner", "opened", "ranks", "damaged")
+        return {"window": {key: self.window[key] for key in keys if key in self.window}}
+
+
+def restore(root, log=lambda _line: None):
+    """Bring production back by what window.json alone says; the proof. Raises ProductionError; OSError without a usable systemd."""
+    back = Return(root)
+    done = back.begin()
+    said = None
+    # A unit between two attempts to start has no running time: bound by our own clock too.
+    end = time.monotonic() + back.start_timeout + 60
+    while done is None:
+        waiting = back.waiting()
+        if waiting is None:
+            done = back.prove()
+        elif time.monotonic() > end:
+            raise ProductionError("production does not answer within %d s" % back.start_timeout)
+        else:
+            if waiting[0] != said:
+                said = waiting[0]
+                log(said)
+            time.sleep(0.5)
+    log("production is back" if done.get("answers") else done["note"])
+    return done
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Bring production back by what the open window says.")
+    parser.add_argument("action", choices=["restore"])
+    parser.add_argument("--root", default="/opt/k3deploy")
+    arguments = parser.parse_args()
+    try:
+        proof = restore(arguments.root, lambda line: sys.stderr.write(line + "\n"))
+    except (ProductionError, OSError) as error:
+        proof = {"error": str(error), **getattr(error, "facts", {})}
+    sys.stdout.write(json.dumps(proof) + "\n")
+    return 1 if "error" in proof else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
