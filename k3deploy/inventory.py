@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -23,14 +24,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from k3deploy.errors import InputError, Problem
+from k3deploy.paths import inventory_files
+from k3deploy.secrets import refuse_secret_name
 from k3deploy.settings import EnvironmentValue, PlainText, Port, Settings
 from k3deploy.yamlfile import Document, problems, suggest
 from k3deploy.yamlfile import load as load_yaml
 
 Variables = TypeVar("Variables", bound=BaseModel)
 PREFIX = "k3_"
-# Read by roles alone; the plan has no use for them.
-ROLE_VARIABLES = frozenset({"k3_devices", "k3_user_groups", "k3_ccache_dir"})
+# What a run adds to the inventory in its own layer.
+RUN_PREFIXES = ("k3_run_", "k3_window_")
 TIMEOUT_S = 120
 
 
@@ -54,17 +57,42 @@ def _fabric_address(value: str) -> str:
 
 
 def _http_url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme != "http" or not parts.hostname or parts.path not in {"", "/"}:
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise ValueError("must look like http://ADDRESS:PORT") from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must not hold a name or a password: what stands here is shown and recorded")
+    if parts.scheme != "http" or not parts.hostname or parts.path not in {"", "/"} or parts.query or parts.fragment:
+        raise ValueError("must look like http://ADDRESS:PORT")
+    if port == 0 or not re.fullmatch(r"[A-Za-z0-9._:-]+", parts.hostname):
         raise ValueError("must look like http://ADDRESS:PORT")
     return value.rstrip("/")
 
 
+def _source_url(value: str) -> str:
+    if value.startswith("-"):
+        raise ValueError("must not begin with '-'")
+    if re.match(r"[a-z][a-z0-9+.-]*://[^/@]*:[^/@]*@", value, re.IGNORECASE):
+        raise ValueError("must not hold a password: it would be recorded; give the builder's git its credentials")
+    return value
+
+
+def _option_name(name: str) -> str:
+    refuse_secret_name(name, "the configure line of a build")
+    return name
+
+
 AbsolutePath = Annotated[PlainText, AfterValidator(_absolute)]
+# Stands bare in unit files and in search paths, so nothing in it may mean something there.
+PlainPath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9/_.+@-]+$"), AfterValidator(_absolute)]
+DeviceName = Annotated[str, Field(pattern=r"^(char-|block-|/dev/)[A-Za-z0-9/_.*-]+$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 UnitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9@_.\\:-]+\.service$")]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 BuildName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+CmakeName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_option_name)]
 Seconds = Annotated[int, Field(ge=1)]
 
 
@@ -79,8 +107,8 @@ class Source(_Data):
     path: AbsolutePath | None = None
     sha256: Sha256 | None = None
     subdir: PlainText | None = None
-    url: PlainText | None = None
-    ref: PlainText | None = None
+    url: Annotated[PlainText, AfterValidator(_source_url)] | None = None
+    ref: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9/_.+-]*$")] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Source:
@@ -110,9 +138,7 @@ class BuildSpec(_Data):
     source: Source
     patch_sets: list[Identifier] = Field(default_factory=list)
     backend: Literal["cpu", "cuda"]
-    cmake: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], EnvironmentValue] = Field(
-        default_factory=dict
-    )
+    cmake: dict[CmakeName, EnvironmentValue] = Field(default_factory=dict)
     cuda: Cuda | None = None
     targets: list[Identifier] = Field(default_factory=lambda: ["ggml-rpc-server", "llama-server"], min_length=1)
     jobs: Annotated[int, Field(ge=1)] | None = None
@@ -181,7 +207,7 @@ class _ClusterVariables(_Data):
     """The cluster-wide variables, under the names that the inventory uses."""
 
     k3_cluster: Identifier
-    k3_root: AbsolutePath = "/opt/k3deploy"
+    k3_root: PlainPath = "/opt/k3deploy"
     k3_user: Identifier = "k3deploy"
     k3_model: Model
     k3_builds: dict[BuildName, BuildSpec]
@@ -204,6 +230,17 @@ class _RankVariables(_Data):
     k3_memory_mib: Annotated[int, Field(ge=1)] | None = None
     k3_cpus: Annotated[int, Field(ge=1)] | None = None
     k3_local_worker: bool = False
+
+
+class _RoleVariables(_Data):
+    """What roles alone read of a rank; the plan has no use for it, but it must be right."""
+
+    k3_devices: list[DeviceName] = Field(default_factory=list)
+    k3_user_groups: list[Identifier] = Field(default_factory=list)
+    k3_ccache_dir: PlainPath | Literal[""] = ""
+
+
+ROLE_VARIABLES = frozenset(_RoleVariables.model_fields)
 
 
 class Rank(_Data):
@@ -263,8 +300,6 @@ def load(*inventories: Path) -> Cluster:
 
     Relative paths in variables start at the first inventory's directory.
     """
-    if missing := [Problem(path, 0, "no such inventory") for path in inventories if not path.exists()]:
-        raise InputError(missing)
     inventory = inventories[0]
     files, found = _Files.read(inventories)
     if found:  # Ansible would say the same of an unreadable file, in other words
@@ -335,14 +370,11 @@ class _Files:
 
     def misspelt(self) -> list[Problem]:
         """Variables with one of our prefixes that nothing reads."""
-        known = known_variables()
-        prefixes = tuple({PREFIX, *(f"{role}_" for role in role_names())})
         found = []
         for name, places in self.places.items():
-            if name.startswith(prefixes) and name not in known and not name.startswith(("k3_run_", "k3_window_")):
+            if message := misspelt(name):
                 document, keys = places[0]
-                hint = suggest(name, known) or "; see docs/architecture.md for the names"
-                found.append(document.problem(keys, f"unknown variable {name!r}{hint}"))
+                found.append(document.problem(keys, message))
         return found
 
     def problem(self, keys: Sequence[str | int], message: str, host: str = "") -> Problem:
@@ -358,14 +390,10 @@ class _Files:
 def _yaml_files(inventory: Path) -> Iterator[tuple[Path, bool]]:
     """The inventory's own YAML files, and whether a file holds variables at its top level."""
     folder = inventory if inventory.is_dir() else inventory.parent
-    hosts = sorted(folder.iterdir()) if inventory.is_dir() else [inventory]
-    for path in hosts:
-        if path.is_file() and path.suffix in {".yml", ".yaml"}:
-            yield path, False
-    for kind in ("group_vars", "host_vars"):
-        for path in sorted((folder / kind).rglob("*")):
-            if path.is_file() and path.suffix in {".yml", ".yaml", ""} and not _is_vault(path):
-                yield path, True
+    for path in inventory_files(inventory):
+        is_vars = path.parent != folder
+        if not (is_vars and _is_vault(path)):
+            yield path, is_vars
 
 
 def _is_vault(path: Path) -> bool:
@@ -383,12 +411,24 @@ def _is_variable(keys: tuple[str | int, ...], *, is_vars: bool) -> bool:
     return len(keys) >= 2 and (keys[-2] == "vars" or (len(keys) >= 3 and keys[-3] == "hosts"))
 
 
+@cache
 def role_names() -> list[str]:
     """The collection's roles, where a checkout has them."""
     roles = _roles_folder()
     return sorted(path.name for path in roles.iterdir() if path.is_dir()) if roles.is_dir() else []
 
 
+def misspelt(name: str) -> str:
+    """What is wrong with a variable's name: nothing, or that it has one of our prefixes and nothing reads it."""
+    if not name.startswith((PREFIX, *(f"{role}_" for role in role_names()))) or name.startswith(RUN_PREFIXES):
+        return ""
+    known = known_variables()
+    if name in known:
+        return ""
+    return f"unknown variable {name!r}{suggest(name, known) or '; see docs/architecture.md for the names'}"
+
+
+@cache
 def known_variables() -> set[str]:
     """Every variable that something reads: the inventory's contract and the roles' argument specs."""
     known = {*_ClusterVariables.model_fields, *_RankVariables.model_fields, *ROLE_VARIABLES}
@@ -425,6 +465,7 @@ class _Reader:
             )
         if outside := [name for name in names if name not in self._members("ranks")]:
             self._add(f"{', '.join(outside)}: not in the group ranks, whose children must be head and workers")
+        self._unknown()
         shared = self._shared(names)
         ranks = [self._rank(index, name) for index, name in enumerate(names)]
         addresses: dict[str, str] = {}
@@ -461,6 +502,13 @@ class _Reader:
     def _add(self, message: str) -> None:
         self.found.append(Problem(self.inventory, 0, message))
 
+    def _unknown(self) -> None:
+        """Misspelt variables that the YAML files did not show: an inventory may be written in other forms."""
+        names = {name for variables in self.hostvars.values() for name in variables}
+        for name in sorted(names - set(self.files.places)):
+            if message := misspelt(name):
+                self._add(message)
+
     def _members(self, group: str) -> list[str]:
         """Hosts of a group and of its children, in the inventory's order."""
         entry = self.listing.get(group) or {}
@@ -493,6 +541,9 @@ class _Reader:
     def _rank(self, index: int, name: str) -> Rank | None:
         given = {key: value for key, value in self.hostvars.get(name, {}).items() if key in _RankVariables.model_fields}
         variables = self._validated(_RankVariables, given, name)
+        roles = {key: value for key, value in self.hostvars.get(name, {}).items() if key in ROLE_VARIABLES}
+        plain = {key: value for key, value in roles.items() if not any(_templates(value, ()))}
+        self._validated(_RoleVariables, plain, name)
         if variables is None:
             return None
         plain = {key.removeprefix(PREFIX): value for key, value in variables.model_dump().items()}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from k3deploy.errors import K3Error
+from k3deploy.errors import InputError, K3Error, Problem
 
 DEFAULT_INVENTORY = "inventory/lab"
 DEFAULT_RUNS = "runs"
@@ -43,6 +43,32 @@ def find_playbook(name: str, near: Iterable[Path] = ()) -> Path:
         f"the playbook playbooks/{name}.yml was not found near the inventory or above {Path.cwd()}",
         remedy="run k3deploy inside a checkout of the project, or keep the inventory in one",
     )
+
+
+def inventory_files(inventory: Path) -> list[Path]:
+    """The files that an inventory may be written in: its own, and those of ``group_vars`` and ``host_vars`` beside it.
+
+    Raises ``InputError`` for what is neither a file nor a directory, and for a directory that cannot be read.
+    """
+    if not (inventory.is_file() or inventory.is_dir()):
+        raise InputError([Problem(inventory, 0, "no such inventory: it must be a file or a directory")])
+    folder = inventory if inventory.is_dir() else inventory.parent
+    found = []
+    try:
+        own = sorted(folder.iterdir()) if inventory.is_dir() else [inventory]
+        found += [path for path in own if path.is_file() and path.suffix in {".yml", ".yaml"}]
+        for kind in ("group_vars", "host_vars"):
+            for place, _, names in os.walk(folder / kind, onerror=_raise):
+                files = (Path(place, name) for name in sorted(names))
+                found += [path for path in files if path.is_file() and path.suffix in {".yml", ".yaml", ".json", ""}]
+    except OSError as error:
+        raise InputError([Problem(error.filename or folder, 0, f"cannot be read: {error.strerror}")]) from None
+    return found
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:

@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
+from k3deploy.secrets import mask
+
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
@@ -269,7 +271,7 @@ class Progress:
     def _record(self, **entry: Any) -> None:
         if self._events is not None:
             stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._events.write(json.dumps({"time": stamp, **entry}) + "\n")
+            self._events.write(json.dumps({"time": stamp, **mask(entry)}) + "\n")
 
     def _line(self, text: str) -> None:
         if self._wants_live:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import shutil
 import signal
 import sys
@@ -23,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from k3deploy.errors import InputError, K3Error, Problem
-from k3deploy.paths import find_playbook, state_dir, write_text
+from k3deploy.errors import InputError, K3Error
+from k3deploy.paths import find_playbook, inventory_files, state_dir, write_text
+from k3deploy.secrets import mask, mask_text, secret_values
+from k3deploy.yamlfile import load as load_yaml
 
 Event = dict[str, Any]
 Status = Literal["successful", "failed", "canceled", "timeout"]
@@ -41,7 +42,6 @@ if os.getppid() != {parent}:
     sys.exit(1)  # the parent was gone before the request
 os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 """
-_SECRET_NAME = re.compile(r"pass(word|wd|phrase)?$|token|secret|private_key|api_key", re.IGNORECASE)
 # Actions that Ansible settles on the controller: they cost no exchange with a rank.
 _CONTROLLER_ACTIONS = frozenset(
     (
@@ -111,10 +111,8 @@ def run_playbook(
     import ansible_runner
 
     playbook = Path(name) if Path(name).is_absolute() else find_playbook(str(name), inventories)
-    for inventory in inventories:
-        if not inventory.exists():
-            raise InputError([Problem(inventory, 0, "there is no such inventory")], remedy="name one with --inventory")
-    tally = _Tally(on_event)
+    secrets = _known_secrets(extra, inventories)
+    tally = _Tally(on_event, secrets)
     marker = uuid.uuid4().hex
     arguments = [flag for flag, wanted in (("--check", check), ("--diff", diff)) if wanted]
     with _private_data_dir() as work, tally:
@@ -144,10 +142,10 @@ def run_playbook(
     result.status = _status(runner.status, runner.rc, interrupted)
     if not result.ok and result.status == "failed" and not result.failures and not result.unreachable:
         # Ansible refused before any task: an inventory, a role or the playbook itself does not parse.
-        result.failures.append(HostFailure("controller", playbook.name, _last_lines(output)))
+        result.failures.append(HostFailure("controller", playbook.name, mask_text(_last_lines(output), secrets)))
     if artifacts_dir is not None:
         result.log = artifacts_dir / f"ansible-{playbook.stem}.log"
-        write_text(result.log, _mask(output, extra))
+        write_text(result.log, mask_text(output, secrets))
     return result
 
 
@@ -281,8 +279,9 @@ class _Tally:
     A slow event handler would make ansible-runner miss its own deadlines and call the run timed out.
     """
 
-    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None, secrets: Sequence[str]) -> None:
         self.result = RunResult(rc=0, status="successful")
+        self._secrets = secrets
         self._on_event = on_event
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._consume, name="k3deploy-events", daemon=True)
@@ -327,9 +326,9 @@ class _Tally:
             if action not in _CONTROLLER_ACTIONS and not looped:
                 self.result.round_trips += 1
         if kind == "runner_on_failed" and not data.get("ignore_errors"):
-            self.result.failures.append(_failure(data))
+            self.result.failures.append(_failure(mask(data, self._secrets)))
         elif kind == "runner_on_unreachable":
-            self.result.unreachable.append(_failure(data))
+            self.result.unreachable.append(_failure(mask(data, self._secrets)))
 
 
 _EXCHANGES = frozenset(
@@ -381,16 +380,14 @@ def _last_lines(text: str, count: int = 12) -> str:
     return "\n".join(lines[-count:]) or "no output"
 
 
-def _mask(text: str, extra: Mapping[str, Any]) -> str:
-    """``text`` with the values of secret-looking variables hidden, those of the environment included."""
-    for value in sorted({*_secrets(extra), *_secrets(dict(os.environ))}, key=len, reverse=True):
-        text = text.replace(value, "********")
-    return text
+def _known_secrets(extra: Mapping[str, Any], inventories: Sequence[Path]) -> list[str]:
+    """Values under secret names: of the extra variables, of the environment, and written plainly in the inventories.
 
-
-def _secrets(values: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _secrets(value)
-        elif isinstance(value, str) and len(value) >= 4 and _SECRET_NAME.search(str(key)):
-            yield value
+    What only a vault holds is never printed by a task of ours, and is masked by its name where another prints it.
+    """
+    found = [*secret_values(extra), *secret_values(dict(os.environ))]
+    for path in (file for inventory in inventories for file in inventory_files(inventory)):
+        with contextlib.suppress(InputError):
+            data = load_yaml(path, any_tag=True).data
+            found += secret_values(data if isinstance(data, dict) else {})
+    return found

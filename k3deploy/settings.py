@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from k3deploy.secrets import refuse_secret_name
+
 
 def _on_off(value: object) -> object:
     """YAML reads a bare ``on`` or ``off`` as a boolean; the flag wants the word back."""
@@ -35,6 +37,11 @@ def no_control_characters(value: str) -> str:
     return value
 
 
+def _not_secret(name: str) -> str:
+    refuse_secret_name(name, "an environment of a candidate")
+    return name
+
+
 def _cpu_list(value: str) -> str:
     for part in value.split(","):
         low, _, high = part.partition("-")
@@ -55,7 +62,7 @@ Toggle = Literal[0, 1]
 OnOff = Annotated[Literal["on", "off"], BeforeValidator(_on_off)]
 OnOffAuto = Annotated[Literal["on", "off", "auto"], BeforeValidator(_on_off)]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
-EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_not_secret)]
 EnvironmentValue = Annotated[str, AfterValidator(no_control_characters)]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
+from ansible_collections.k3.deploy.plugins.module_utils import masking
+
 
 def iso_time(seconds):
     """Seconds since the epoch as an ISO 8601 time in UTC, to the millisecond."""
@@ -46,7 +48,9 @@ def write_atomic(path, text):
     """A file is whole or not there: a resumed run trusts what it finds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        stream.write(text)
     temporary.replace(path)
 
 
@@ -76,7 +80,8 @@ class ActionModule(ActionBase):
             }
             folder = "blocks" if not arguments.get("void") else "void"
             path = run_dir / folder / f"{index:03d}.json"
-            write_atomic(path, json.dumps(record, indent=1, sort_keys=True, default=str))
+            # Logs and what processes say of themselves come from elsewhere: no secret of theirs stays in the run directory.
+            write_atomic(path, json.dumps(masking.mask(record), indent=1, sort_keys=True, default=str))
         except OSError as error:
             raise AnsibleActionFail(f"cannot record block {index} in {run_dir}: {error}") from error
         return {**result, "changed": True, "path": os.fspath(path)}
@@ -87,7 +92,7 @@ class ActionModule(ActionBase):
         for kind, text in (stop.get("k3_logs") or {}).items():
             if text:
                 path = run_dir / "logs" / name / f"{index:03d}-{kind}.log"
-                write_atomic(path, text)
+                write_atomic(path, masking.mask_text(text))
                 logs[kind] = os.fspath(path.relative_to(run_dir))
         return {
             "state": seen.get("state"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# By systemd-analyze security: 0 is confined, 10 is open.
+MOST_EXPOSED = 4.0
+
 
 def _listening(state, address, port):
     """Sockets of a rank that would collide with address:port."""
@@ -71,6 +74,16 @@ def preflight_problems(state, expect):
     return problems
 
 
+def _confinement_problems(units):
+    """Units that are open to more than they need, whoever opened them."""
+    return [
+        f"{name} has an exposure of {unit['exposure']} by systemd-analyze security, at most {MOST_EXPOSED} is allowed: "
+        "a drop-in of yours weakens it (systemctl cat shows which)"
+        for name, unit in units.items()
+        if unit.get("active") == "active" and (unit.get("exposure") or 0) > MOST_EXPOSED
+    ]
+
+
 def _process_problems(unit, name, wanted, slug, root, build_id):
     """Differences between one process as it runs and as it was planned."""
     if unit is None or unit.get("active") != "active":
@@ -114,7 +127,7 @@ def prove_problems(state, processes, arm, build_id, root):
         running = unit.get("active") in ("active", "activating")
         if running and "@" in name and name.split("@", 1)[1] != f"{slug}.service":
             problems.append(f"{name} of another arm runs too")
-    return problems
+    return problems + _confinement_problems(state["units"])
 
 
 def block_seen(variables):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 from ansible.errors import AnsibleFilterError
 
-_UNSAFE = {chr(code) for code in (*range(32), 127)}
+from ansible_collections.k3.deploy.plugins.module_utils import masking
+
+# Control characters, and what systemd, Python or an editor would take for the end of a line.
+_UNSAFE = {chr(code) for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_PLAIN = re.compile(r"[A-Za-z0-9/_.+,:@=*-]+")
 
 
 def _checked(value):
@@ -26,6 +31,15 @@ def systemd_quote(value):
     return f'"{text}"'
 
 
+def unit_word(value, path=False):
+    """A word that stands bare in a unit file or in its name (an account, an arm, a list of CPUs; a path or device): plain characters or refused."""
+    text = str(value)
+    parts = text.split("/")
+    if not _PLAIN.fullmatch(text) or text.startswith("-") or ".." in parts or (len(parts) > 1 and not path):
+        raise AnsibleFilterError(f"{json.dumps(text)} cannot stand bare in a unit: letters, digits and _ . + , : @ = * - only")
+    return text
+
+
 def systemd_exec(argv):
     """A whole ExecStart= command line from an argument vector."""
     return " ".join(systemd_quote(word) for word in argv)
@@ -35,8 +49,10 @@ def environment_file(mapping):
     """The text of an EnvironmentFile=: one NAME="value" a line, sorted, escaped as systemd unescapes it."""
     lines = []
     for name, value in sorted(dict(mapping).items()):
-        if not str(name).replace("_", "a").isalnum() or str(name)[0].isdigit():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
             raise AnsibleFilterError(f"{json.dumps(str(name))} is not a name of an environment variable")
+        if masking.is_secret_name(name):
+            raise AnsibleFilterError(f"{name} holds a secret by its name: what is set for a candidate is recorded, keep it in a file on the rank")
         text = _checked(value)
         for char in ("\\", '"', "$", "`"):
             text = text.replace(char, "\\" + char)
@@ -48,4 +64,4 @@ class FilterModule:
     """Registers the filters."""
 
     def filters(self):
-        return {"systemd_quote": systemd_quote, "systemd_exec": systemd_exec, "environment_file": environment_file}
+        return {"systemd_quote": systemd_quote, "systemd_exec": systemd_exec, "unit_word": unit_word, "environment_file": environment_file}

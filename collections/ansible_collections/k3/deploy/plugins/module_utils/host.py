@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -117,6 +118,14 @@ def left_words(left):
     """What to tell a person of units that even SIGKILL does not end."""
     pids = ", ".join("%s (pid %d)" % item for item in sorted(left.items()))
     return f"still running after SIGKILL: {pids}; a reboot of this rank is what is left"
+
+
+def exposures(names):
+    """What ``systemd-analyze security`` says of units, 0 (confined) to 10: {name: figure}; empty where it cannot say."""
+    if not names:
+        return {}
+    _rc, out, _err = run(["systemd-analyze", "security", "--no-pager", "--", *names])
+    return {name: float(figure) for name, figure in re.findall(r"Overall exposure level for (\S+): (\d+(?:\.\d+)?)", out)}
 
 
 def process(pid, variables=()):

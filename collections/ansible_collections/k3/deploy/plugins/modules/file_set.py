@@ -179,6 +179,7 @@ def main():
             "daemon_reload": {"type": "bool", "default": True},
         },
         supports_check_mode=True,
+        no_log=True,  # what is given here belongs in no journal
     )
     diffs, changed = [], []
     try:

@@ -133,8 +133,11 @@ def start(module, unit):
     if params["user"]:
         properties.append("User=" + params["user"])
     argv = ["systemd-run", "--quiet", "--unit", unit, *("--property=" + item for item in properties)]
-    argv += ["--setenv={}={}".format(*pair) for pair in sorted(params["environment"].items())]
-    rc, _out, err = host.run([*argv, "--", *params["argv"]], timeout=60)
+    # Names alone: a value on the command line would be everybody's to read. systemd replaces $NAME in words, so a $ is doubled.
+    environment = {name: str(value) for name, value in params["environment"].items()}
+    argv += ["--setenv=" + name for name in sorted(environment)]
+    words = [word.replace("$", "$$") for word in params["argv"]]
+    rc, _out, err = host.run([*argv, "--", *words], timeout=60, environment=environment)
     if rc != 0:
         module.fail_json(msg=f"systemd-run {unit} failed: {err.strip()}")
 
@@ -186,6 +189,7 @@ def main():
             "slice": {"type": "int", "default": 15},
         },
         supports_check_mode=True,
+        no_log=True,  # what is given here belongs in no journal
     )
     params = module.params
     if module.check_mode:

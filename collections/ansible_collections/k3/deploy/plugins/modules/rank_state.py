@@ -79,8 +79,8 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 
-def unit_state(shown, root, variables):
-    """One unit with the process behind it."""
+def unit_state(shown, root, variables, exposure):
+    """One unit with the process behind it. exposure: see host.exposures."""
     pid = int(shown.get("MainPID") or 0)
     process = host.process(pid, variables) if pid else None
     state = {
@@ -90,6 +90,7 @@ def unit_state(shown, root, variables):
         "exit_status": shown.get("ExecMainStatus"),
         "limit_memlock": shown.get("LimitMEMLOCK"),
         "user": shown.get("User"),
+        "exposure": exposure,
         "pid": pid or None,
     }
     if process:
@@ -195,7 +196,8 @@ def main():
         production = production_state(module.params["production"], module.params["is_head"], module.params["is_worker"])
     except OSError as error:
         module.fail_json(msg=f"this rank has no usable systemd: {error}")
-    units = {name: unit_state(value, root, module.params["variables"]) for name, value in shown.items()}
+    exposed = host.exposures([name for name in shown if name.endswith(".service")])
+    units = {name: unit_state(value, root, module.params["variables"], exposed.get(name)) for name, value in shown.items()}
     by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
     releases = os.path.join(root, "releases")
     state = {
