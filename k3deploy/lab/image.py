@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k3deploy.errors import K3Error
+from k3deploy.lab.bootstrap import EXCLUDED, RELEASE, TOOLS, RootRecipe, discard, make_root
 from k3deploy.lab.config import LabConfig
 from k3deploy.lab.engine import Engine
-from k3deploy.lab.process import kill_matching, run
+from k3deploy.lab.process import run
 
-RELEASE = "bookworm"
 BASE_IMAGE = "docker.io/library/debian:12"
 RANK_PACKAGES = (
     "systemd",
@@ -38,7 +38,6 @@ RANK_PACKAGES = (
     "libssl3",
 )
 BUILDER_PACKAGES = ("build-essential", "cmake", "ninja-build", "ccache", "libibverbs-dev", "patch", "git")
-_EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 
 # Runs inside the new root. Host keys belong to a rank, not to the image: each makes its own before ssh starts.
 _SETUP = """\
@@ -76,7 +75,7 @@ def image_key() -> str:
         "release": RELEASE,
         "arch": platform.machine(),
         "packages": [*RANK_PACKAGES, *BUILDER_PACKAGES],
-        "excluded": _EXCLUDED,
+        "excluded": EXCLUDED,
         "setup": _SETUP,
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
@@ -110,7 +109,7 @@ def ensure_image(
             progress(f"image built in {time.monotonic() - started:.0f} s")
             return True
         progress("no container registry answers: making the image with mmdebstrap (half a minute to a few)")
-        install(("mmdebstrap", "debian-archive-keyring", "zstd"))
+        install(TOOLS)
         _bootstrap(config, engine, archive)
         progress(f"root file system made in {time.monotonic() - started:.0f} s")
     loading = time.monotonic()
@@ -121,7 +120,7 @@ def ensure_image(
 
 def _build_from_registry(engine: Engine, reference: str) -> None:
     install = " ".join((*RANK_PACKAGES, *BUILDER_PACKAGES))
-    excludes = " ".join(f"-o Dpkg::Options::=--path-exclude={pattern}" for pattern in _EXCLUDED)
+    excludes = " ".join(f"-o Dpkg::Options::=--path-exclude={pattern}" for pattern in EXCLUDED)
     recipe = f"""\
 FROM {BASE_IMAGE}
 COPY setup.sh /tmp/setup.sh
@@ -137,41 +136,18 @@ RUN apt-get -qq update \\
 
 
 def _bootstrap(config: LabConfig, engine: Engine, archive: Path) -> None:
-    """Write the root file system to ``archive``; downloaded packages stay in the cache for the next recipe.
-
-    The build runs in its own process and mount namespaces: when its first process goes, all of it goes, mounts too.
-    """
+    """Write the root file system to ``archive``; downloaded packages stay in the cache for the next recipe."""
     work = work_dir(config)
-    packages = config.cache_dir / "debs"
-    mirror = os.environ.get("K3DEPLOY_DEBIAN_MIRROR", "")
-    for folder in (work, packages):
-        folder.mkdir(parents=True, exist_ok=True)
-    setup = work / "setup.sh"
-    setup.write_text(_SETUP)
-    setup.chmod(0o755)
     unfinished = work / "rootfs.tar.zst"
-    argv = [
-        *engine.root,
-        *("unshare", "--mount", "--pid", "--fork", "--kill-child", "env", f"TMPDIR={work}"),
-        *("mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", "--format=tar"),
-        "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg",
-        "--include=" + ",".join((*RANK_PACKAGES, *BUILDER_PACKAGES)),
-        '--aptopt=Acquire::Languages "none"',
-        '--aptopt=APT::Install-Recommends "false"',
-        "--dpkgopt=force-unsafe-io",
-        *(f"--dpkgopt=path-exclude={pattern}" for pattern in _EXCLUDED),
-        "--skip=download/empty,essential/unlink",
-        '--setup-hook=mkdir -p "$1/var/cache/apt/archives"',
-        f"--setup-hook=sync-in {packages} /var/cache/apt/archives/",
-        f"--customize-hook=sync-out /var/cache/apt/archives/ {packages}",
-        f"--customize-hook=copy-in {setup} /tmp",
-        '--customize-hook=chroot "$1" /tmp/setup.sh',
-        '--customize-hook=rm "$1/tmp/setup.sh"',
-        *(RELEASE, str(unfinished)),
-        *((mirror,) if mirror else ()),
-    ]
     try:
-        run(argv, timeout_s=1800)
+        make_root(
+            RootRecipe((*RANK_PACKAGES, *BUILDER_PACKAGES), _SETUP),
+            unfinished,
+            form="tar",
+            root=engine.root,
+            work=work,
+            packages_dir=config.cache_dir / "debs",
+        )
     except K3Error as failed:
         raise K3Error(
             f"the image cannot be made: no registry has {BASE_IMAGE}, and mmdebstrap failed: {failed}",
@@ -184,10 +160,7 @@ def _bootstrap(config: LabConfig, engine: Engine, archive: Path) -> None:
 
 def discard_unfinished(config: LabConfig, engine: Engine) -> None:
     """Stop an image build that lost its parent, and remove its files."""
-    work = work_dir(config)
-    kill_matching(lambda argv: "mmdebstrap" in argv and f"TMPDIR={work}" in argv, root=engine.root)
-    if work.exists():
-        run([*engine.root, "rm", "-rf", "--one-file-system", str(work)])
+    discard(work_dir(config), root=engine.root)
 
 
 def purge_cache(config: LabConfig, engine: Engine) -> None:
