@@ -10,6 +10,9 @@ ROCE_V2 = "RoCE v2"
 ROCE_V1 = "IB/RoCE v1"
 # The RPC transport opens this port of a device and no other.
 IB_PORT = "1"
+# Upstream's sizes of the RPC transport: bytes of one message, and receive buffers of one connection.
+STOCK_CHUNK_BYTES = 256 * 1024
+STOCK_RX_DEPTH = 24
 # What a RoCE packet needs beside its payload; the payload is the largest of these sizes that is left.
 _RDMA_HEADERS = 96
 _RDMA_MTUS = (4096, 2048, 1024, 512, 256)

@@ -149,11 +149,18 @@ def _may_write(path, uid, groups):
     return bool(info.st_mode & stat.S_IWOTH)
 
 
+def interface_of(address):
+    """The network interface that has an address; None when no interface has it."""
+    rc, out, _err = host.run(["ip", "-j", "addr"])
+    links = json.loads(out) if rc == 0 and out.strip() else []
+    return next((link["ifname"] for link in links if any(item.get("local") == address for item in link.get("addr_info", []))), None)
+
+
 def read_link(address, user="", endpoints=(), logs=None, device=None, gid=None, sysfs="/sys"):
     """Everything of a rank that decides about its transport, and what of it is resolved.
 
     address: the fabric address. endpoints: every worker's address:port of the arm, none to leave processes out. logs: {worker, head: path}.
-    Returns {time, address, resolved, devices, netdevs, verbs, connections, processes, qps, lines}.
+    Returns {time, address, interface, resolved, devices, netdevs, verbs, connections, processes, qps, lines}.
     """
     devices, netdevs = rdma.read_devices(sysfs), rdma.read_netdevs(sysfs)
     sockets = connections(endpoints)
@@ -162,6 +169,7 @@ def read_link(address, user="", endpoints=(), logs=None, device=None, gid=None, 
     return {
         "time": host.utc_now(),
         "address": address,
+        "interface": interface_of(address),
         "resolved": rdma.resolve(devices, netdevs, address, device or None, gid),
         "devices": devices,
         "netdevs": netdevs,

@@ -1,0 +1,240 @@
+"""Which transport carries each RPC connection, proven from what both ends say: a pure function of what rdma_link read on the ranks."""
+
+from __future__ import annotations
+
+import re
+
+from ansible_collections.k3.deploy.plugins.module_utils import rdma_causes
+
+# A connection that has gone over to RDMA sent its greeting over TCP and nothing since.
+TCP_QUIET_BYTES = 16 * 1024
+# What a loaded model or a measured block moves at the very least, where the workload is not known better.
+LEAST_MOVED_BYTES = 64 * 1024
+
+_PROBED = re.compile(r"RDMA probed: dev=(\S+) gid=(\d{1,4})\s?(\S*) qpn=(\d{1,10})")
+_ACTIVATED = re.compile(r"RDMA activated: qpn=(\d{1,10})->(\d{1,10}) mtu=(\d{1,5}) rx_depth=(\d{1,6})")
+_FAILED = re.compile(r"RDMA activate failed")
+_ACCEPTED, _CLOSED = "Accepted client connection", "Client connection closed"
+_BREAKS = re.compile(
+    r"RDMA CQ wc error.*|(?:send|recv) failed \(.*|Remote RPC server crashed.*|RPC server version mismatch.*|RPC handshake failed.*"
+    r"|Unknown command.*|.*size mismatch.*|.*[Tt]imed? ?out.*"
+)
+# Counters whose movement during a block says that something broke. Retransmissions and flushed entries are no faults by themselves.
+_ERROR_COUNTERS = (
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "req_cqe_error",
+    "resp_cqe_error",
+    "resp_local_length_error",
+    "req_remote_access_errors",
+    "req_remote_invalid_request",
+    "resp_remote_access_errors",
+    "rnr_nak_retry_err",
+    "retry_exceeded_err",
+    "retry_rnr_exceeded_err",
+    "send_err",
+)
+
+
+def session(lines):
+    """A worker's lines about the connection that is open now: it serves one client at a time."""
+    starts = [place for place, line in enumerate(lines) if _ACCEPTED in line]
+    if not starts:
+        starts = [place for place, line in enumerate(lines) if "RDMA probed" in line]
+    return lines[starts[-1] :] if starts else list(lines)
+
+
+def spoken(lines):
+    """What log lines say: {probed: {device, gid, type, qpn}|None, activated: [{local, remote, mtu, rx_depth}], failed, closed}."""
+    probed, activated = None, []
+    for line in lines:
+        if found := _PROBED.search(line):
+            probed = {"device": found[1], "gid": int(found[2]), "type": found[3], "qpn": int(found[4])}
+        if found := _ACTIVATED.search(line):
+            activated.append({"local": int(found[1]), "remote": int(found[2]), "mtu": int(found[3]), "rx_depth": int(found[4])})
+    failed = any(_FAILED.search(line) for line in lines)
+    return {"probed": probed, "activated": activated, "failed": failed, "closed": bool(lines) and _CLOSED in lines[-1]}
+
+
+def moved_bytes(before, after, device, mtu):
+    """Bytes that an RDMA device sent and received between two readings; None where it has no counters.
+
+    ConnectX counts words of four bytes. Soft-RoCE counts packets alone: the bytes are then at most packets times the path MTU.
+    """
+    ports = [(link.get("devices") or {}).get(device, {}).get("ports", {}).get("1") for link in (before, after)]
+    if not all(ports):
+        return None
+    for group, names, size in (("counters", ("port_xmit_data", "port_rcv_data"), 4), ("hw_counters", ("sent_pkts", "rcvd_pkts"), mtu)):
+        if size and all(name in port[group] for port in ports for name in names):
+            return sum(ports[1][group][name] - ports[0][group][name] for name in names) * size
+    return None
+
+
+def message_bytes(before, after, device, mtu):
+    """Mean size of a message at most, where the driver counts sends (Soft-RoCE does, ConnectX does not)."""
+    ports = [(link.get("devices") or {}).get(device, {}).get("ports", {}).get("1") for link in (before, after)]
+    if not all(ports) or not mtu or not all("rdma_sends" in port["hw_counters"] for port in ports):
+        return None
+    sends, packets = (ports[1]["hw_counters"][name] - ports[0]["hw_counters"].get(name, 0) for name in ("rdma_sends", "sent_pkts"))
+    return round(packets * mtu / sends) if sends > 0 else None
+
+
+def _open_pair(head, worker, head_pid, worker_pid, current, spoken_head):
+    """The two ends' activation lines that belong to one another and to queue pairs that are open: (head's, worker's) or None."""
+    for mine in reversed(current["activated"]):
+        theirs = next(
+            (line for line in reversed(spoken_head["activated"]) if (line["local"], line["remote"]) == (mine["remote"], mine["local"])), None
+        )
+        if theirs and _is_open(head, head_pid, theirs) and _is_open(worker, worker_pid, mine):
+            return theirs, mine
+    return None
+
+
+def _is_open(link, pid, line):
+    """Whether the kernel has the queue pair; true where it was not asked or does not tell of this process."""
+    known = [item for item in link.get("qps") or [] if item.get("pid") == pid and item.get("qpn") is not None]
+    return not known or any(item["qpn"] == line["local"] and item.get("state") in (None, "RTS") for item in known)
+
+
+def _socket(link, local=None, peer=None):
+    return next(
+        (item for item in link.get("connections") or [] if local in (None, item["local"]) and peer in (None, item["peer"])),
+        None,
+    )
+
+
+def _process(link, pid):
+    return next((item for item in link.get("processes") or [] if item["pid"] == pid), {})
+
+
+def _tcp_bytes(before, now):
+    """Bytes over TCP since the earlier reading; over the socket's life when it was not there."""
+    then = _socket(before, now["local"], now["peer"]) or {"sent": 0, "received": 0}
+    return now["sent"] + now["received"] - then["sent"] - then["received"]
+
+
+def _end(name, kind, before, after, pid, said):
+    """One end of a connection as the causes need it."""
+    return {"rank": name, "kind": kind, "before": before, "after": after, "process": _process(after, pid), "said": said}
+
+
+def _connection(plan, head_name, name, ranks, sharing):
+    """The proof of the connection from the head to one worker."""
+    head, worker, endpoint = ranks[head_name], ranks[name], ranks[name]["listen"]
+    found = {"worker": name, "endpoint": endpoint, "result": "unknown", "cause": None, "reason": "", "problems": []}
+    found |= {"qp": None, "mtu": None, "rx_depth": None, "devices": None, "tcp_bytes": None, "rdma_bytes": None, "message_bytes": None}
+    near = _socket(head["after"], peer=endpoint)
+    far = _socket(worker["after"], local=endpoint, peer=near["local"]) if near else None
+    if near is None or far is None:
+        side = f"from {head_name} to {endpoint}" if near is None else f"of {name} with {near['local']}"
+        return {**found, "reason": f"no open connection {side} was seen"}
+    current = spoken(session(worker["after"]["lines"].get("worker", [])))
+    all_head = spoken(head["after"]["lines"].get("head", []))
+    ends = [
+        _end(head_name, "head", head["before"], head["after"], near["pid"], all_head),
+        _end(name, "worker", worker["before"], worker["after"], far["pid"], current),
+    ]
+    found["tcp_bytes"] = _tcp_bytes(head["before"], near)
+    quiet = found["tcp_bytes"] <= TCP_QUIET_BYTES
+    pair = _open_pair(head["after"], worker["after"], near["pid"], far["pid"], current, all_head)
+    if pair is None:
+        if quiet:
+            return {**found, "reason": "no activation is logged on both ends, and TCP carried nothing either"}
+        cause, reason = rdma_causes.why_tcp(plan, *ends)
+        return {**found, "result": "TCP", "cause": cause, "reason": reason}
+    theirs, mine = pair
+    devices = [(end["said"]["probed"] or {}).get("device") or end["after"]["resolved"]["device"] for end in ends]
+    moved = [moved_bytes(end["before"], end["after"], device, line["mtu"]) for end, device, line in zip(ends, devices, pair, strict=True)]
+    found |= {
+        "qp": f"{theirs['local']}->{theirs['remote']}",
+        "mtu": [theirs["mtu"], mine["mtu"]],
+        "rx_depth": [theirs["rx_depth"], mine["rx_depth"]],
+        "devices": devices,
+        "rdma_bytes": moved,
+        "message_bytes": message_bytes(head["before"], head["after"], devices[0], theirs["mtu"]),
+        "problems": rdma_causes.unlike_the_build(plan, ends, pair),
+    }
+    least = max(plan.get("workload_bytes") or 0, LEAST_MOVED_BYTES)
+    if not quiet:
+        return {**found, "reason": f"both ends logged an activation, but {found['tcp_bytes']} bytes went over TCP"}
+    for end, size, share in zip(ends, moved, (sharing, 1), strict=True):
+        if size is None:
+            return {**found, "reason": f"{end['rank']} has no port counters that could prove it"}
+        if size < least * share:
+            return {**found, "reason": f"the port of {end['rank']} moved {size} bytes, the workload is at least {least * share}"}
+    return {**found, "result": "RDMA", "reason": "both ends activated it, their ports moved the bytes and TCP did not"}
+
+
+def events(ranks):
+    """What broke between the two readings: log lines, port errors and link flaps, each led by its rank."""
+    found = []
+    for name, rank in sorted(ranks.items()):
+        before, after = rank["before"], rank["after"]
+        for kind, lines in sorted((after.get("lines") or {}).items()):
+            earlier = (before.get("lines") or {}).get(kind, [])
+            fresh = lines[len(earlier) :] if lines[: len(earlier)] == earlier else lines
+            broken = [hit[0].strip() for line in fresh if (hit := _BREAKS.search(line))]
+            found += [f"{name}, {kind}: {line}" for line in dict.fromkeys(broken)]
+        for device, one in sorted((after.get("devices") or {}).items()):
+            if device != (after.get("resolved") or {}).get("device"):
+                continue
+            for number, port in sorted(one["ports"].items()):
+                then = (before.get("devices") or {}).get(device, {}).get("ports", {}).get(number, {"counters": {}, "hw_counters": {}})
+                now = {**port["counters"], **port["hw_counters"]}
+                past = {**then["counters"], **then["hw_counters"]}
+                grown = {key: now[key] - past[key] for key in _ERROR_COUNTERS if key in now and key in past and now[key] > past[key]}
+                found += [f"{name}: {key} of {device} grew by {size}" for key, size in grown.items()]
+        netdev = after.get("interface") or ""
+        changes = [(link.get("netdevs") or {}).get(netdev, {}).get("carrier_changes") for link in (before, after)]
+        if None not in changes and changes[1] > changes[0]:
+            found.append(f"{name}: the link of {netdev} changed its state {changes[1] - changes[0]} times")
+    return found
+
+
+def overall(results):
+    """One word for all connections."""
+    kinds = set(results)
+    if not kinds:
+        return "none"
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def prove(plan, ranks):
+    """The transport of every connection between two readings of all ranks.
+
+    plan: {require (rdma, tcp), chunk_bytes, rx_depth, workload_bytes (at least, per connection; 0 where it is not known)}.
+    ranks: {name: {is_head, listen (the worker's endpoint, or None), before, after (links as rdma_link reads them)}}. Before the start of an arm,
+    and once more while it runs, for its start; both while it runs for a block.
+    Returns {require, transport (RDMA, TCP, mixed, unknown, none), connections, events, problems}: problems are what makes the run not count.
+    """
+    head_name = next((name for name, rank in ranks.items() if rank["is_head"]), None)
+    workers = [name for name, rank in sorted(ranks.items()) if rank["listen"]]
+    connections = [_connection(plan, head_name, name, ranks, len(workers)) for name in workers] if head_name else []
+    problems = []
+    for item in connections:
+        lead = f"{item['worker']} ({item['endpoint']})"
+        if plan["require"] == "rdma" and item["result"] != "RDMA":
+            problems.append(f"{lead}: {item['result']}, not RDMA: {item['reason']}")
+        problems += [f"{lead}: {problem}" for problem in item["problems"]]
+    return {
+        "require": plan["require"],
+        "transport": overall(item["result"] for item in connections),
+        "connections": connections,
+        "events": events(ranks),
+        "problems": problems,
+    }
+
+
+def persistence(start, end):
+    """Connections that are not the ones of the start: what "kept alive across requests" would contradict."""
+    then = {item["worker"]: item["qp"] for item in start["connections"]}
+    return [
+        f"{item['worker']}: queue pair {then.get(item['worker'])} at the start, {item['qp']} at the end"
+        for item in end["connections"]
+        if item["qp"] != then.get(item["worker"])
+    ]
