@@ -37,8 +37,8 @@ def make_root(
     """Write the root file system to ``target``: a compressed tar file by its suffix, or a directory.
 
     ``root`` is the prefix that makes a command run as root; what is written belongs to root. Downloaded packages stay
-    in ``packages_dir`` for the next recipe. The build runs in its own process and mount namespaces: when its first process
-    goes, all of it goes, mounts too; ``discard`` finds one that lost its parent by ``work``. Raises K3Error.
+    in ``packages_dir`` for the next recipe. The build runs in its own process and mount namespaces: when its first
+    process goes, all of it goes, mounts too; ``discard`` finds one that lost its parent by ``work``. Raises K3Error.
     """
     mirror = os.environ.get("K3DEPLOY_DEBIAN_MIRROR", "")
     for folder in (work, packages_dir):
