@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 15.0
 # Phases that tasks open inside a longer play; a task that names its block belongs to that block's phase.
 _TASK_PHASES = frozenset(("window", "close"))
+# A task of this name carries sentences for the reader that stop nothing.
+_WARNING = "Warning | "
 _BLOCK = re.compile(r"\bblock (\d+)\b")
 State = Literal["running", "done", "failed", "stopped"]
 
@@ -235,6 +237,8 @@ class Progress:
         reported = result.get("k3_progress") if isinstance(result, Mapping) else None
         if isinstance(reported, Mapping):
             self._reported(host, reported)
+        if kind == "runner_on_ok" and str(data.get("task") or "").startswith(_WARNING):
+            self._warnings(host, result)
         current = self._current()
         if current is None:
             return
@@ -249,6 +253,11 @@ class Progress:
             current.ranks[host] = RankState(f"{word}: {task}")
             self._record(event=word, host=host, task=task)
             self._line(f"{current.name}: {host} {word} at: {task}")
+
+    def _warnings(self, host: str, result: Mapping[str, Any]) -> None:
+        sentences = result.get("msg")
+        for sentence in sentences if isinstance(sentences, list) else [sentences]:
+            self.note(f"warning: {host}: {sentence}")
 
     def _reported(self, host: str, reported: Mapping[str, Any]) -> None:
         current = self._current()

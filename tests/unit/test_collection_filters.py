@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 from ansible_collections.k3.deploy.plugins.action.record_block import memory_summary
 from ansible_collections.k3.deploy.plugins.filter import checks, systemd
 
-PRINTABLE = st.text(st.characters(blacklist_categories=("Cc", "Cs")))
+PRINTABLE = st.text(st.characters(blacklist_categories=("Cc", "Cs", "Zl", "Zp")))
 
 
 def systemd_unquote(line: str) -> list[str]:

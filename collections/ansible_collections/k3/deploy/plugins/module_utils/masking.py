@@ -30,10 +30,12 @@ _WELL_KNOWN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,})"
     r"|\$ANSIBLE_VAULT;[0-9.]{1,5};AES256[^\n]{0,40}(?:\s{1,20}[0-9a-f]{2,80})+"
 )
-# NAME=value, name: value, "name": "value", --name value. The name is looked at by the rule above.
+# NAME=value, name: value, "name": "value", --name value.
 _ASSIGNED = re.compile(
-    r"(?P<name>(?<![A-Za-z0-9_.-])[A-Za-z_-][A-Za-z0-9_.-]{0,79})(?P<between>[\"']?(?:\s{0,3}[=:]\s{0,3}|(?<=[a-z])[ ]))"
-    r"(?P<value>\"[^\"\n]{1,4000}\"|'[^'\n]{1,4000}'|[^\s\"',;}\]]{1,4000})"
+    rf"(?P<name>(?<![A-Za-z0-9_.-])[A-Za-z0-9_.-]{{0,80}}?(?:{_WORDS}|[_-](?:token|key|pat)))"
+    r"(?P<between>[\"']?\s{0,3}[=:]\s{0,3}|[ ])"
+    r"(?P<value>\"[^\"\n]{1,4000}\"|'[^'\n]{1,4000}'|[^\s\"',;}\]]{1,4000})",
+    re.IGNORECASE,
 )
 
 
@@ -56,8 +58,7 @@ def mask_text(text, values=()):
 
 def _assignment(found):
     name, between, value = found["name"], found["between"], found["value"]
-    option = name.startswith("--")
-    if not is_secret_name(name) or (between == " " and not option) or value.strip("\"'") in ("", "null", "None", "true", "false"):
+    if not is_secret_name(name) or (between == " " and not name.startswith("--")) or value.strip("\"'") in ("", "null", "None", "true", "false"):
         return found[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{name}{between}{quote}{MASK}{quote}"

@@ -73,10 +73,12 @@ import os
 import platform
 import shutil
 import socket
+import time
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils.production import read_window
 
 
 def unit_state(shown, root, variables, exposure):
@@ -138,11 +140,15 @@ def path_state(path):
     }
 
 
+def ip_json(*arguments):
+    """What ``ip -j`` says, as data; an empty list where it cannot say."""
+    rc, out, _err = host.run(["ip", "-j", *arguments])
+    return json.loads(out) if rc == 0 and out.strip() else []
+
+
 def addresses():
-    """Addresses that this rank owns, without their prefix length."""
-    rc, out, _err = host.run(["ip", "-j", "addr"])
-    links = json.loads(out) if rc == 0 and out.strip() else []
-    return [item["local"] for link in links for item in link.get("addr_info", []) if item.get("local")]
+    """{interface: addresses that this rank owns there}, without their prefix length."""
+    return {link["ifname"]: [item["local"] for item in link.get("addr_info", []) if item.get("local")] for link in ip_json("addr")}
 
 
 def remembered_hashes(paths, root, remember):
@@ -175,6 +181,14 @@ def candidates(root):
     return found
 
 
+def window_state(root):
+    """The maintenance window with ``left_s``, the seconds until its end by this rank's clock; None when it is closed."""
+    window = read_window(root)
+    if window and window.get("deadline"):
+        window["left_s"] = int(window["deadline"] - time.time())
+    return window
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -200,6 +214,8 @@ def main():
     units = {name: unit_state(value, root, module.params["variables"], exposed.get(name)) for name, value in shown.items()}
     by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
     releases = os.path.join(root, "releases")
+    interfaces = addresses()
+    routed = {route["dev"] for route in ip_json("route", "show", "default") if route.get("dev")}
     state = {
         "host": socket.gethostname(),
         "time": host.utc_now(),
@@ -216,8 +232,9 @@ def main():
         "tools": {name: shutil.which(name) for name in module.params["tools"]},
         "paths": {path: path_state(path) for path in module.params["paths"]},
         "hashes": remembered_hashes(module.params["hashes"], root, not module.check_mode),
-        "addresses": addresses(),
-        "window": host.read_json(os.path.join(root, "state", "window.json")),
+        "addresses": [address for owned in interfaces.values() for address in owned],
+        "default_route_addresses": [address for name in sorted(routed) for address in interfaces.get(name, [])],
+        "window": window_state(root),
     }
     module.exit_json(changed=False, state=state)
 
