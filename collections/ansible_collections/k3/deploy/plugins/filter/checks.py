@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ansible_collections.k3.deploy.plugins.module_utils.production import held_words, joins, moment
+
 # By systemd-analyze security: 0 is confined, 10 is open.
 MOST_EXPOSED = 4.0
 
@@ -49,16 +51,13 @@ def _production_problems(state, production, is_head):
 def preflight_problems(state, expect):
     """What makes a rank unfit.
 
-    state: the result of k3.deploy.rank_state. expect: {run_id, is_head, production, processes, model: {path, sha256}, disk_mib, root, arch, tools}.
+    state: the result of k3.deploy.rank_state. expect: {run_id, owner, is_head, production, processes, model: {path, sha256}, disk_mib, root, arch, tools}.
     Returns a list of sentences, each with its remedy; empty when the rank is fit.
     """
     problems = [f"{tool} is not installed" for tool in expect.get("tools", []) if not state["tools"].get(tool)]
     window = state.get("window")
-    if window and window.get("run_id") != expect.get("run_id"):
-        problems.append(
-            f"LOCKED: the maintenance window is held by {window.get('owner')} for run {window.get('run_id')}: "
-            "wait for it, or run rollback.yml if that run is dead"
-        )
+    if window and window.get("run_id") != expect.get("run_id") and not joins(window, "run", expect.get("owner")):
+        problems.append("LOCKED: " + held_words(window, state["time"]))
     elif not window:
         problems += _production_problems(state, expect.get("production") or {}, expect.get("is_head"))
     problems += _endpoint_problems(state, expect.get("processes") or {})
@@ -131,12 +130,49 @@ def prove_problems(state, processes, arm, build_id, root):
 
 
 def block_seen(variables):
-    """What one rank's variables hold of a block: its state while the arm ran, and what stopping it gave."""
-    return {"state": variables["block_state"]["state"], "stop": variables["block_stop"]}
+    """What one rank's variables hold of a block: its state while the arm ran, what stopping it gave, and its health before and after."""
+    return {
+        "state": variables["block_state"]["state"],
+        "stop": variables["block_stop"],
+        "health": {"before": variables["block_health_before"]["health"], "after": variables["block_health_after"]["health"]},
+    }
+
+
+def rollback_seen(variables):
+    """What one rank's variables hold of a rollback: how stopping the candidate ended, and on the head how production's return did."""
+    return {"stopped": variables.get("window_stopped"), "restored": variables.get("window_restored")}
+
+
+def rollback_left(seen, head):
+    """What a rollback left undone, rank by rank, with what finishes it: sentences, empty when nothing is left.
+
+    seen: {rank: rollback_seen}. The head's own failure to bring production back has been said by its task.
+    """
+    again = "run the rollback again once it can be reached, or on its console: systemctl stop 'k3-candidate*'"
+    problems = []
+    for rank, found in sorted(seen.items()):
+        stopped = found.get("stopped") or {"unreachable": True}
+        if stopped.get("unreachable"):
+            problems.append(f"{rank} was not reached: what of the candidate runs there still does ({again})")
+        elif stopped.get("failed"):
+            problems.append(f"{rank}: {stopped.get('msg')}")
+    window = (((seen.get(head) or {}).get("restored") or {}).get("production") or {}).get("window") or {}
+    for rank, address in sorted((window.get("ranks") or {}).items()):
+        if rank not in seen:
+            place = f"{rank} ({address})" if address else rank
+            end = f"; its own guard does so at {moment(window['deadline'])}" if window.get("deadline") else ""
+            problems.append(f"{place} took part in the window and is not in this inventory: on it, systemctl stop 'k3-candidate*'{end}")
+    return problems
 
 
 class FilterModule:
     """Registers the filters."""
 
     def filters(self):
-        return {"preflight_problems": preflight_problems, "prove_problems": prove_problems, "block_seen": block_seen}
+        return {
+            "preflight_problems": preflight_problems,
+            "prove_problems": prove_problems,
+            "block_seen": block_seen,
+            "rollback_seen": rollback_seen,
+            "rollback_left": rollback_left,
+        }

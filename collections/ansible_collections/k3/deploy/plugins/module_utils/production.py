@@ -63,6 +63,11 @@ def same_window(one, other):
     return bool(one) and bool(other) and all(one.get(key) == other.get(key) for key in ("run_id", "opened", "damaged"))
 
 
+def joins(window, kind, owner):
+    """Whether a run works inside a window that its owner opened for hand work."""
+    return window.get("kind") == "hand" and kind == "run" and bool(owner) and window.get("owner") == owner
+
+
 def moment(seconds):
     """A time for people, by this rank's clock."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds or 0))
@@ -231,7 +236,7 @@ class Return:
         """Whose window it was, and the ranks that took part in it."""
         if not self.window:
             return {}
-        keys = ("run_id", "owner", "opened", "ranks", "damaged")
+        keys = ("run_id", "owner", "opened", "deadline", "ranks", "damaged")
         return {"window": {key: self.window[key] for key in keys if key in self.window}}
 
 

@@ -11,21 +11,22 @@ description:
   - With O(state=held), takes the window (one file, for one holder at a time), or extends the one that O(run_id) holds already. Records a
     prompt's tokens while production still runs.
   - With O(state=extended), moves the end of an open window of the same O(owner).
-  - With O(state=drained), waits for running requests and stops production, inside the window.
+  - With O(state=drained), waits for running requests, stops production, and waits until its memory is back; inside the window.
+  - With O(state=judged), says what closing may do for O(run_id), or refuses an O(owner) that is not the holder; changes nothing.
   - With O(state=serving), stops this rank's candidate, starts the head if it does not run, waits until it answers, compares the recorded
     prompt's tokens, and releases the window.
 options:
   state:
     description: What is wanted.
     type: str
-    choices: [held, extended, drained, serving]
+    choices: [held, extended, drained, judged, serving]
     required: true
   root:
     description: Directory under which everything of k3deploy lives on the rank.
     type: path
     default: /opt/k3deploy
   run_id:
-    description: The run, or the hand work, that takes the window. With O(state=serving), only its window is closed; empty closes any.
+    description: The run, or the hand work, that takes the window.
     type: str
     default: ""
   kind:
@@ -46,10 +47,9 @@ options:
     type: int
     default: 14400
   ranks:
-    description: The ranks that take part, for whoever closes the window with another inventory.
-    type: list
-    elements: str
-    default: []
+    description: The ranks that take part and where they are reached, for whoever closes the window with another inventory.
+    type: dict
+    default: {}
   force:
     description: Name of the holder whose window is taken over, or closed.
     type: str
@@ -74,6 +74,21 @@ options:
     description: Seconds to wait for running requests.
     type: int
     default: 300
+  stop_timeout:
+    description: Seconds that production's unit may take to stop.
+    type: int
+    default: 120
+  freed_mib:
+    description: Memory that must come back when production's head stops. Without it, what its processes hold is taken.
+    type: int
+  memory_slack_mib:
+    description: How much less may come back, since other processes come and go.
+    type: int
+    default: 1024
+  memory_timeout:
+    description: Seconds within which it must be back.
+    type: int
+    default: 120
   start_timeout:
     description: Seconds within which production must answer again.
     type: int
@@ -115,6 +130,14 @@ deadline_left_s:
   description: Seconds until the window ends, by this rank's clock.
   type: int
   returned: when state is held or extended
+stop:
+  description: Whether what runs of a candidate may be stopped.
+  type: bool
+  returned: when state is judged
+close:
+  description: Whether the window may be closed.
+  type: bool
+  returned: when state is judged
 production:
   description: What was recorded (the window) or proven.
   type: dict
@@ -125,7 +148,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils import holders, host
 from ansible_collections.k3.deploy.plugins.module_utils import production as window_of
 
 # Taking one's own window again moves its end, unless it would be the same but for the time that a playbook takes.
@@ -138,11 +161,6 @@ def holds(window, params):
         return False
     by_hand = window.get("kind") == params["kind"] == "hand" and window.get("owner") == params["owner"]
     return by_hand or window.get("run_id") == params["run_id"]
-
-
-def joins(window, params):
-    """Whether a run works inside a window that its owner opened for hand work."""
-    return window.get("kind") == "hand" and params["kind"] == "run" and bool(params["owner"]) and window.get("owner") == params["owner"]
 
 
 class Window:
@@ -170,7 +188,7 @@ class Window:
             self.refuse_others(before)
             now = time.time()
             window = dict(before or self.recorded())
-            if before and joins(before, self.params):
+            if before and self.joins(before):
                 window["guest"] = self.params["run_id"]
             else:
                 wanted = now + self.params["deadline_s"]
@@ -199,9 +217,12 @@ class Window:
                 window_of.write_window(self.root, window)
         self.module.exit_json(changed=True, done=True, deadline_left_s=self.params["deadline_s"], production=window)
 
+    def joins(self, window):
+        return window_of.joins(window, self.params["kind"], self.params["owner"])
+
     def refuse_others(self, window):
         """Fail with who holds the window, unless it is this run's, its owner's hand work, or its holder was named."""
-        if not window or holds(window, self.params) or joins(window, self.params):
+        if not window or holds(window, self.params) or self.joins(window):
             return
         if not self.params["force"] or self.params["force"] != window.get("owner"):
             self.locked_out(window)
@@ -221,7 +242,8 @@ class Window:
         if active and tokens is None:
             self.module.fail_json(msg=f"production runs but does not answer ({why}): not drained")
         kept = {key: self.params[key] for key in ("head_unit", "head_url", "start_timeout", "probe_prompt", "probe_tokens")}
-        return {**kept, "was_active": active, "tokens": tokens, "mem_available_mib": host.meminfo().get("MemAvailable")}
+        freed = (self.params["freed_mib"] if active else 0, self.params["memory_slack_mib"])
+        return {**kept, "was_active": active, "tokens": tokens, "memory": holders.expectation(head.unit, *freed)}
 
     # -- drained ------------------------------------------------------------------------------------------------
 
@@ -256,20 +278,63 @@ class Window:
         with window_of.locked(self.root):
             window = self.own()
             changed = head.live()
-            rc, _out, err = host.run(["systemctl", "stop", head.unit], timeout=120)
-            if rc != 0 or head.live():
-                self.module.fail_json(msg=f"production's {head.unit} did not stop: {err.strip()}")
+            if changed:
+                self.stop(head)
+                window["memory"].pop("back_mib", None)
+                window["stopped"] = time.time()
             window.pop("draining", None)
             window_of.write_window(self.root, window)
-        self.module.exit_json(changed=changed, done=True, production=window)
+        self.module.exit_json(changed=self.memory_is_back(window) or changed, done=True, production=window)
+
+    def stop(self, head):
+        pids = holders.unit_pids(head.unit)
+        _rc, _out, err = host.run(["systemctl", "stop", head.unit], timeout=self.params["stop_timeout"])
+        if not head.live() and head.shown().get("ActiveState") != "deactivating":
+            return
+        left = {pid: found for pid, found in ((pid, holders.status(pid)) for pid in pids) if found}
+        words = ", ".join(
+            "pid {} ({}, state {}{})".format(pid, found["name"], found["state"], ", hangs in the kernel" if found["state"] == "D" else "")
+            for pid, found in left.items()
+        )
+        self.module.fail_json(msg=f"production's {head.unit} did not stop: {words or err.strip() or 'systemd is still at it'}")
+
+    def memory_is_back(self, window):
+        """Wait until MemAvailable is what it must be without production; True when this call saw it come back."""
+        memory = window["memory"]
+        if "back_mib" in memory:
+            return False
+        while True:
+            available, waited = host.meminfo()["MemAvailable"], time.time() - window["stopped"]
+            if available >= memory["level_mib"]:
+                break
+            words = "MemAvailable is {} MiB, {} MiB are to be had without production".format(available, memory["level_mib"])
+            if waited > self.params["memory_timeout"]:
+                who = "; ".join(holders.who_holds())
+                self.module.fail_json(msg="production is stopped and its memory is not back after %d s: %s. %s" % (waited, words, who), memory=memory)
+            if time.monotonic() > self.end:
+                self.again(words, waited, self.params["memory_timeout"])
+            time.sleep(0.25)
+        memory.update(back_mib=available, back_after_s=round(waited, 2))
+        with window_of.locked(self.root):
+            self.own()
+            window_of.write_window(self.root, window)
+        return True
 
     # -- serving ------------------------------------------------------------------------------------------------
 
-    def serve(self):
+    def judge(self):
+        """What closing may do: nothing is changed."""
         window = window_of.read_window(self.root)
-        if self.params["run_id"] and window and window.get("run_id") != self.params["run_id"]:
-            note = "the window of {} stays open; production stays as its holder left it".format(window.get("owner"))
-            self.module.exit_json(changed=False, done=True, production={"note": note, "kept": window})
+        if self.params["owner"] and window and window.get("owner") not in (self.params["owner"], self.params["force"]):
+            self.locked_out(window)
+        stop = close = True
+        if self.params["run_id"] and window and not window.get("damaged"):
+            close = window.get("run_id") == self.params["run_id"]
+            stop = close or window.get("guest") == self.params["run_id"]
+        kept = {} if close else {"note": "the window of {} stays open, and production as its holder left it".format(window.get("owner"))}
+        self.module.exit_json(changed=False, done=True, stop=stop, close=close, production=kept)
+
+    def serve(self):
         back = window_of.Return(self.root, self.params["head_unit"], self.params["head_url"], self.params["start_timeout"])
         if self.module.check_mode:
             self.module.exit_json(changed=back.needed(), done=True, production={})
@@ -288,29 +353,33 @@ class Window:
 def main():
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["held", "extended", "drained", "serving"], "required": True},
+            "state": {"type": "str", "choices": ["held", "extended", "drained", "judged", "serving"], "required": True},
             "root": {"type": "path", "default": "/opt/k3deploy"},
             "run_id": {"type": "str", "default": ""},
             "kind": {"type": "str", "choices": ["run", "hand"], "default": "run"},
             "owner": {"type": "str", "default": ""},
             "reason": {"type": "str", "default": ""},
             "deadline_s": {"type": "int", "default": 14400},
-            "ranks": {"type": "list", "elements": "str", "default": []},
+            "ranks": {"type": "dict", "default": {}},
             "force": {"type": "str", "default": ""},
             "head_unit": {"type": "str", "required": True},
             "head_url": {"type": "str", "required": True},
             "probe_prompt": {"type": "str", "default": "The quick brown fox"},
             "probe_tokens": {"type": "int", "default": 16, "no_log": False},
             "drain_timeout": {"type": "int", "default": 300},
+            "stop_timeout": {"type": "int", "default": 120},
+            "freed_mib": {"type": "int"},
+            "memory_slack_mib": {"type": "int", "default": 1024},
+            "memory_timeout": {"type": "int", "default": 120},
             "start_timeout": {"type": "int", "default": 1200},
             "slice": {"type": "int", "default": 15},
         },
         supports_check_mode=True,
     )
     window = Window(module)
-    step = {"held": window.hold, "extended": window.extend, "drained": window.drain, "serving": window.serve}[module.params["state"]]
+    steps = {"held": window.hold, "extended": window.extend, "drained": window.drain, "judged": window.judge, "serving": window.serve}
     try:
-        step()
+        steps[module.params["state"]]()
     except window_of.ProductionError as error:
         module.fail_json(msg=str(error), **error.facts)
     except OSError as error:
