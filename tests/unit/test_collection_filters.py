@@ -104,10 +104,67 @@ def test_our_own_candidate_on_the_port_is_no_problem(state: dict) -> None:
 
 
 def test_a_window_of_another_run_locks_and_the_own_one_does_not(state: dict) -> None:
-    state["window"] = {"run_id": "other", "owner": "x"}
-    assert checks.preflight_problems(state, EXPECT)[0].startswith("LOCKED")
+    state.update(time=2000, window={"run_id": "other", "owner": "x@y", "opened": 1000, "deadline": 3000, "reason": "why"})
+    words = (
+        "LOCKED: the maintenance window is held by x@y for run other since 1970-01-01 00:16:40 UTC until "
+        "1970-01-01 00:50:00 UTC (why); wait until then, ask its owner, or roll back if that run is dead"
+    )
+    assert checks.preflight_problems(state, EXPECT) == [words]
     state["window"] = {"run_id": "r1"}
     assert checks.preflight_problems(state, EXPECT) == []
+
+
+def test_a_stale_window_is_called_stale_and_rollback_is_offered(state: dict) -> None:
+    state.update(time=4000, window={"run_id": "other", "owner": "x@y", "opened": 1000, "deadline": 3000})
+    (words,) = checks.preflight_problems(state, EXPECT)
+    assert "it is stale, its end has passed: rollback" in words
+
+
+@pytest.mark.parametrize(("owner", "locked"), [("x@y", False), ("z@y", True), ("", True)])
+def test_hand_work_locks_out_everybody_but_its_owner(state: dict, owner: str, locked: bool) -> None:
+    state.update(time=2000, window={"run_id": "by-hand", "kind": "hand", "owner": "x@y", "opened": 1, "deadline": 3000})
+    assert bool(checks.preflight_problems(state, {**EXPECT, "owner": owner})) is locked
+
+
+def test_a_window_whose_file_is_torn_locks_until_it_is_rolled_back(state: dict) -> None:
+    state.update(time=2000, window={"damaged": True})
+    (words,) = checks.preflight_problems(state, EXPECT)
+    assert words.startswith("LOCKED: the maintenance window's file cannot be read: rollback")
+
+
+# --- what a rollback leaves ------------------------------------------------------------------------------------------
+
+STOPPED = {"stopped": {"changed": True}, "restored": None}
+
+
+def proven(**window: object) -> dict:
+    return {"stopped": {"changed": False}, "restored": {"production": {"answers": True, "window": window}}}
+
+
+def test_a_rollback_that_reached_every_rank_of_the_window_leaves_nothing() -> None:
+    seen = {"rank0": proven(ranks={"rank0": "10.0.0.1", "rank1": "10.0.0.2"}), "rank1": STOPPED}
+    assert checks.rollback_left(seen, "rank0") == []
+
+
+def test_a_rank_that_was_not_reached_is_named_with_what_finishes_it() -> None:
+    seen = {"rank0": proven(), "rank1": {"stopped": {"unreachable": True, "msg": "no route"}}, "rank2": {}}
+    first, second = checks.rollback_left(seen, "rank0")
+    assert first.startswith("rank1 was not reached") and "systemctl stop 'k3-candidate*'" in first
+    assert second.startswith("rank2 was not reached")
+
+
+def test_a_process_that_cannot_be_killed_is_named() -> None:
+    stuck = {"stopped": {"failed": True, "msg": "still running after SIGKILL: w (pid 7)"}}
+    assert checks.rollback_left({"rank0": proven(), "rank1": stuck}, "rank0") == [
+        "rank1: still running after SIGKILL: w (pid 7)"
+    ]
+
+
+def test_a_rank_that_the_inventory_lost_since_the_window_opened_is_named_with_its_address() -> None:
+    seen = {"rank0": proven(ranks={"rank0": "", "rank3": "10.0.0.4"}, deadline=3600)}
+    (words,) = checks.rollback_left(seen, "rank0")
+    assert words.startswith("rank3 (10.0.0.4) took part in the window and is not in this inventory")
+    assert words.endswith("its own guard does so at 1970-01-01 01:00:00 UTC")
 
 
 @pytest.fixture
