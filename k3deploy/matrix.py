@@ -83,13 +83,6 @@ class Guards(_Data):
     memlock_mib_per_connection: Annotated[int, Field(ge=1)] | None = None
 
 
-class Ring(_Data):
-    """Compile-time sizes of a build's RDMA transport: one chunk to send and ``depth`` to receive into, pinned."""
-
-    chunk_kib: Annotated[int, Field(ge=1)]
-    depth: Annotated[int, Field(ge=1)]
-
-
 class BuildChange(_Data):
     """What a row needs built: a build that the cluster names, and the source changes that make it."""
 
@@ -99,7 +92,6 @@ class BuildChange(_Data):
         default_factory=dict, description="settings of the configure line that the patch sets add"
     )
     needs: Text = Field(description="what that build must contain, in words")
-    ring: Ring | None = None
 
 
 class Row(_Data):
@@ -115,6 +107,9 @@ class Row(_Data):
     kind: Literal["runtime", "build", "transport", "profile"]
     set_: Settings = Field(alias="set", default_factory=Settings)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    against: Settings = Field(
+        default_factory=Settings, description="what the baseline of this comparison has otherwise than production"
+    )
     harness: Settings = Field(default_factory=Settings)
     build: BuildChange | None = None
     combines: list[Text] = Field(default_factory=list)
@@ -188,6 +183,7 @@ class Candidate:
     guards: Guards
     harness: dict[str, Any]
     build: BuildChange | None
+    against: dict[str, Any] = field(default_factory=dict)
     findings: tuple[tuple[str, Finding], ...] = field(default=())
 
 
@@ -253,6 +249,8 @@ class Matrix:
         lines = [f"{row.id}  {row.title}  ({row.kind})", "", f"  Hypothesis: {row.hypothesis}"]
         lines += [f"  Guard:      {row.guard}", f"  Rejected:   {row.rejection}", ""]
         lines += [f"  {arm.name}: {_settings_text(arm.settings)}" for arm in self.resolve(f"{PREFIX}{row_id}").arms]
+        if row.against.values():
+            lines.append(f"  Compared with the baseline with {_settings_text(row.against.values())}")
         if row.alone:
             lines.append(f"  Stands alone: {row.alone}")
         elif row.mixes_with:
@@ -290,6 +288,7 @@ class Matrix:
             guards=_strictest(rows),
             harness=merge(*(row.harness.values() for row in rows)),
             build=self._build_of(rows),
+            against=merge(*(row.against.values() for row in rows)),
             findings=tuple((row.id, note) for row in self._with_parts(rows) for note in row.findings),
         )
 

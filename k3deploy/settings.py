@@ -54,6 +54,7 @@ PlainText = Annotated[str, Field(min_length=1), AfterValidator(no_control_charac
 CpuRange = Annotated[str, Field(pattern=r"^\d{1,3}-\d{1,3}$"), AfterValidator(_cpu_list)]
 CpuList = Annotated[str, Field(pattern=r"^\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*$"), AfterValidator(_cpu_list)]
 CpuMask = Annotated[str, Field(pattern=r"^(0x)?[0-9a-fA-F]+$")]
+RdmaRingText = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,3}$")]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 CountOrUnlimited = Annotated[int, Field(ge=-1)]
@@ -150,7 +151,10 @@ class Settings(BaseModel):
     worker_threads: Positive | None = None
     worker_cpu_affinity: CpuList | None = None
     rdma: Literal["auto", "pinned", "off"] | None = Field(
-        default=None, description="auto: as the program finds it; pinned: the rank's own device by name; off: TCP"
+        default=None, description="auto: as the program finds it; pinned: device and GID as found at launch; off: TCP"
+    )
+    rdma_ring: RdmaRingText | None = Field(
+        default=None, description="KiB of an RDMA message x receive buffers of a connection, compiled in: 1024x63"
     )
     memlock_mib: Positive | None = Field(default=None, description="pinned memory allowed for one RPC connection")
     graph_ladder: GraphLadder | None = None
@@ -174,6 +178,7 @@ NOT_FLAGS = frozenset(
         "worker_threads",
         "worker_cpu_affinity",
         "rdma",
+        "rdma_ring",
         "memlock_mib",
         "graph_ladder",
         "pretokenized",

@@ -49,6 +49,9 @@ def lines(matrix: Matrix, row: Row) -> Iterator[str]:
         text = ", ".join(f"`{key}` = {render(value)}" for key, value in arm.settings.items())
         changes.append(f"- `candidate-{arm.name}`: {text or 'no setting'}")
     yield "\n".join(changes)
+    if row.against.values():
+        text = ", ".join(f"`{key}` = {render(value)}" for key, value in row.against.values().items())
+        yield f"It is compared with the baseline with {text}, not with production as it runs."
     if row.harness.values():
         text = ", ".join(f"`{key}` = {render(value)}" for key, value in row.harness.values().items())
         yield f"Every arm of it, the baseline too, is measured with {text}."

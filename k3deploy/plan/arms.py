@@ -13,7 +13,8 @@ from k3deploy.plan.builds import build_of
 from k3deploy.plan.checks import cpu_notes, match_kv_types, refuse_impossible
 from k3deploy.plan.forecast import forecast, memory_difference
 from k3deploy.plan.model import Difference, PlanError, PlannedArm
-from k3deploy.plan.processes import rank_processes
+from k3deploy.plan.processes import memlock_bytes, rank_processes
+from k3deploy.plan.transport import arm_transport, offer, refuse_without_rdma, ring_of, too_large, with_ring
 from k3deploy.settings import merge, render
 
 if TYPE_CHECKING:
@@ -34,20 +35,40 @@ class ArmPlanner:
         self.harness = merge(matrix.baseline.harness.values(), candidate.harness)
         self.build, spec = build_of(cluster, candidate)
         self.builds = {cluster.build: cluster.builds[cluster.build], self.build: spec}
+        self.notes: list[str] = []
 
     def arms(self) -> list[PlannedArm]:
-        """The baseline, then the candidate's arms."""
-        baseline = self._arm(BASELINE, {}, self.cluster.build)
-        arms = [baseline, *(self._arm(arm.name, arm.settings, self.build) for arm in self.candidate.arms)]
+        """The baseline, then the candidate's arms: without those whose connections cannot be, and ``notes`` says so."""
+        baseline = self._arm(BASELINE, self.candidate.against, self.cluster.build)
+        arms, left_out = [baseline], []
+        for arm in self.candidate.arms:
+            settings = self._settings(arm.settings)
+            build, spec = with_ring(self.build, self.builds[self.build], settings)
+            ring, allowed = ring_of(spec, settings), memlock_bytes(settings, self.candidate.guards)
+            if why := too_large(settings, ring, allowed):
+                left_out.append((arm.name, why, offer(ring, allowed)))
+                continue
+            self.builds[build] = spec
+            arms.append(self._arm(arm.name, arm.settings, build))
+        if len(arms) == 1:
+            name, why, offered = left_out[0]
+            raise PlanError(f"{name}: {why}", remedy=f"{offered}; or raise the row's guard memlock_mib_per_connection.")
+        self.notes += [f"{name} is left out: {why}; {offered}" for name, why, offered in left_out]
+        if self.candidate.against:
+            changed = ", ".join(f"{key} {render(value)}" for key, value in self.candidate.against.items())
+            self.notes.append(f"the baseline of this comparison runs with {changed}, not as production does")
         if len({arm.slug for arm in arms}) != len(arms):
             raise PlanError(f"two arms have one name on disk: {', '.join(arm.slug for arm in arms)}")
         return [baseline, *(_compared(arm, baseline) for arm in arms[1:])]
 
-    def _arm(self, name: str, row: Mapping[str, Any], build: str) -> PlannedArm:
-        spec = self.builds[build]
-        settings = merge(
+    def _settings(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return merge(
             self.matrix.baseline.settings.values(), self.harness, self.cluster.settings, row, self.cluster.scale
         )
+
+    def _arm(self, name: str, row: Mapping[str, Any], build: str) -> PlannedArm:
+        spec = self.builds[build]
+        settings = self._settings(row)
         notes = [
             f"this cluster pins {key} to {render(pinned)}: the row's {render(row[key])} has no effect here"
             for key, pinned in self.cluster.scale.items()
@@ -55,11 +76,11 @@ class ArmPlanner:
         ]
         notes += match_kv_types(settings, spec, self.facts)
         refuse_impossible(name, self.cluster, settings, spec)
+        refuse_without_rdma(name, self.cluster, settings)
         notes += cpu_notes(self.cluster.head, settings)
         ladder = settings.get("graph_ladder") or {}
-        change, guards = self.candidate.build, self.candidate.guards
-        ring = change.ring if change is not None and change.name == build else None
-        memory, memory_notes = forecast(self.facts, self.cluster, settings, spec, ring, guards)
+        guards = self.candidate.guards
+        memory, memory_notes = forecast(self.facts, self.cluster, settings, spec, guards)
         notes += memory_notes
         return PlannedArm(
             name=name,
@@ -71,6 +92,7 @@ class ArmPlanner:
             processes={
                 rank.name: rank_processes(rank, self.cluster, settings, spec, guards) for rank in self.cluster.ranks
             },
+            transport=arm_transport(self.cluster, spec, settings, self.facts),
             forecast=memory,
             notes=notes,
         )

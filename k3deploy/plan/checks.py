@@ -36,13 +36,6 @@ def refuse_impossible(name: str, cluster: Cluster, settings: Mapping[str, Any], 
         )
     if settings["rpc_port"] == cluster.production.worker_port:
         raise PlanError(f"{name}: rpc_port {settings['rpc_port']} is the port of production's workers")
-    if settings.get("rdma") == "pinned":
-        without = [rank.name for rank in cluster.ranks if rank.rdma_device is None]
-        if without:
-            raise PlanError(
-                f"{name}: rdma: pinned needs the RDMA device of every rank; none is given for {', '.join(without)}",
-                remedy="Set k3_rdma_device for each rank in the inventory.",
-            )
 
 
 def match_kv_types(settings: dict[str, Any], spec: BuildSpec, facts: ModelFacts | None) -> list[str]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from k3deploy.errors import K3Error
 from k3deploy.inventory import BuildSpec, Cluster, Rank
-from k3deploy.matrix import Guards, Ring
+from k3deploy.matrix import Guards
 from k3deploy.plan.model import MIB
-from k3deploy.plan.processes import memlock_bytes, memory_floor
+from k3deploy.plan.processes import memory_floor
+from k3deploy.plan.transport import ring_of
 
 if TYPE_CHECKING:
     from k3deploy.memory import ModelFacts, RankForecast
@@ -20,29 +21,17 @@ def forecast(
     cluster: Cluster,
     settings: Mapping[str, Any],
     spec: BuildSpec,
-    ring: Ring | None,
     guards: Guards,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(one entry a rank, none without facts; notes) of one arm.
-
-    ring: the RDMA ring of the arm's build, where its row changes it.
-    """
-    notes = []
-    allowed = memlock_bytes(settings, guards) // MIB
-    pinned = 0 if ring is None else ring.chunk_kib * (ring.depth + 1) / 1024
-    if allowed and pinned > allowed:
-        notes.append(
-            f"an RPC connection of this build pins {pinned:g} MiB, {allowed} MiB are allowed: the registration "
-            "fails, and the connection falls back to TCP without a log line"
-        )
+    """(one entry a rank, none without facts; notes) of one arm."""
     if facts is None:
-        return [], notes
+        return [], []
     try:
-        entries = _entries(facts, cluster, settings, spec, ring)
+        entries = _entries(facts, cluster, settings, spec)
     except K3Error as error:
-        return [], [*notes, str(error)]
+        return [], [str(error)]
     floor = memory_floor(settings, guards)
-    notes += [
+    notes = [
         f"the forecast leaves {entry['left_mib']:.0f} MiB on {entry['rank']}, the floor is {floor} MiB"
         for entry in entries
         if entry.get("left_mib", floor) < floor
@@ -71,7 +60,6 @@ def _entries(
     cluster: Cluster,
     settings: Mapping[str, Any],
     spec: BuildSpec,
-    ring: Ring | None,
 ) -> list[dict[str, Any]]:
     """One entry a rank: what it holds, MiB by part (those that no rank has are left out), the sum, and what is left."""
     from k3deploy import memory
@@ -87,7 +75,7 @@ def _entries(
     ]
     rdma = None
     if settings.get("rdma") != "off" and cluster.transport.require == "rdma":
-        rdma = memory.RdmaRing(ring.chunk_kib * 1024, ring.depth) if ring else memory.RdmaRing()
+        rdma = ring_of(spec, settings)
     found = memory.forecast(facts, settings, ranks, backend=spec.backend, rdma=rdma)
     parts = [part for part in found[0].items if any(one.items[part] for one in found)]
     return [_entry(rank, one, parts) for rank, one in zip(cluster.ranks, found, strict=True)]

@@ -15,6 +15,7 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
                 "k3_run_builds": plan.builds,
                 "k3_run_arms": [_layer_arm(arm, plan.bench) for arm in plan.arms],
                 "k3_run_blocks": [block.model_dump() for block in plan.blocks],
+                "k3_run_parity": plan.parity,
                 "k3_run_bench": plan.bench.model_dump(mode="json", exclude_none=True),
             },
             "hosts": {
@@ -33,6 +34,7 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
 
 def _layer_arm(arm: PlannedArm, bench: Bench) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": arm.name, "slug": arm.slug, "build_key": arm.build_key}
+    entry["transport"] = arm.transport.model_dump()
     if arm.warmup != bench.warmup:
         entry["bench"] = {"warmup": arm.warmup}
     return entry

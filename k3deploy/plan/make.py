@@ -10,6 +10,7 @@ from k3deploy.matrix import BASELINE, Finding, Matrix
 from k3deploy.plan.arms import ArmPlanner
 from k3deploy.plan.blocks import REPEATS, bench_request, evidence_of, order_blocks
 from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, RowSummary
+from k3deploy.plan.parity import parity_request
 from k3deploy.plan.sidecar import read_facts, with_sidecar
 from k3deploy.settings import render
 
@@ -60,9 +61,10 @@ def make_plan(
             *(_known(BASELINE, finding) for finding in matrix.baseline.findings),
             *(_known(row_id, finding) for row_id, finding in resolved.findings),
         ],
-        notes=_notes(matrix, cluster, facts, arms[0]),
+        notes=[*planner.notes, *_notes(matrix, cluster, facts, arms[0])],
         builds=builds,
         blocks=order_blocks(arms, pairs),
+        parity=parity_request(cluster),
         bench=bench_request(resolved, model, arms, cells, repeats),
     )
 

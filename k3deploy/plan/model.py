@@ -42,6 +42,20 @@ class RankProcesses(_Data):
     guard_mib: int
 
 
+class ArmTransport(_Data):
+    """What carries an arm's RPC traffic, and what proves it.
+
+    rdma: the arm's setting. require: what its connections must be (tcp: anything). token_bytes: what an evaluated token
+    moves over each connection at the very least, 0 where the model is not known.
+    """
+
+    rdma: Literal["auto", "pinned", "off"]
+    require: Literal["tcp", "rdma"]
+    chunk_bytes: int
+    rx_depth: int
+    token_bytes: int = 0
+
+
 class Difference(_Data):
     """One setting that an arm has otherwise than the baseline, as they really run."""
 
@@ -61,6 +75,7 @@ class PlannedArm(_Data):
     differences: list[Difference] = Field(default_factory=list)
     warmup: dict[str, list[int]]
     processes: dict[str, RankProcesses]
+    transport: ArmTransport
     forecast: list[dict[str, Any]] = Field(default_factory=list, description="one entry a rank; empty without facts")
     notes: list[str] = Field(default_factory=list)
 
@@ -135,6 +150,7 @@ class Plan(_Data):
     builds: dict[str, dict[str, Any]]
     blocks: list[Block]
     bench: Bench
+    parity: dict[str, Any] = Field(default_factory=dict, description="the harness' parity request, less the arm")
 
     @property
     def baseline(self) -> PlannedArm:

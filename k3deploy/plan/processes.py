@@ -10,6 +10,12 @@ from k3deploy.matrix import Guards
 from k3deploy.plan.model import MIB, Process, RankProcesses
 from k3deploy.settings import flags
 
+PARITY_DIRECTORY = "work/parity"  # below the cluster's root, on the head; where the parity test saves states
+
+# Queues of a connection are pinned beside its ring on adapters that keep them in the process' memory: two completion
+# queues, a queue pair and doorbells, in pages of up to 64 KiB.
+QUEUE_BYTES = 512 * 1024
+
 
 def rank_processes(
     rank: Rank, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec, guards: Guards
@@ -29,9 +35,9 @@ def _worker(rank: Rank, settings: Mapping[str, Any], spec: BuildSpec, guards: Gu
         argv += ["--threads", str(settings["worker_threads"])]
     return Process(
         argv=argv,
-        environment=_environment(rank, settings),
+        environment=_environment(settings),
         cpu_affinity=settings.get("worker_cpu_affinity", ""),
-        memlock_bytes=memlock_bytes(settings, guards),
+        memlock_bytes=memlock_limit(settings, guards, 1),
         listen=f"{rank.fabric_address}:{port}",
     )
 
@@ -44,12 +50,13 @@ def _head(rank: Rank, cluster: Cluster, settings: Mapping[str, Any], spec: Build
         "bin/llama-server",
         *("--host", rank.fabric_address, "--port", port, "--model", cluster.model.path),
         *("--rpc", ",".join(endpoints), "--device", ",".join(devices(cluster, spec))),
+        *("--slot-save-path", f"{cluster.root}/{PARITY_DIRECTORY}"),
         *flags(settings),
     ]
     return Process(
         argv=argv,
-        environment=_environment(rank, settings),
-        memlock_bytes=memlock_bytes(settings, guards) * len(workers),  # one connection a worker
+        environment=_environment(settings),
+        memlock_bytes=memlock_limit(settings, guards, len(workers)),  # one connection a worker
         url=f"http://{rank.fabric_address}:{port}",
     )
 
@@ -66,19 +73,21 @@ def memlock_bytes(settings: Mapping[str, Any], guards: Guards) -> int:
     return min(limit for limit in limits if limit is not None) * MIB if any(limits) else 0
 
 
+def memlock_limit(settings: Mapping[str, Any], guards: Guards, connections: int) -> int:
+    """A unit's limit of locked memory: the budget of its connections, and room for their queues."""
+    budget = memlock_bytes(settings, guards)
+    return (budget + QUEUE_BYTES) * connections if budget else 0
+
+
 def memory_floor(settings: Mapping[str, Any], guards: Guards) -> int:
     """MiB that must stay available on every rank."""
     floor: int = settings.get("guard_mib", 0)
     return max(floor, guards.rank_available_mib or 0)
 
 
-def _environment(rank: Rank, settings: Mapping[str, Any]) -> dict[str, str]:
+def _environment(settings: Mapping[str, Any]) -> dict[str, str]:
     environment = dict(settings.get("environment") or {})
-    match settings.get("rdma"):
-        case "pinned":
-            environment["GGML_RDMA_DEV"] = str(rank.rdma_device)
-            if rank.rdma_gid is not None:
-                environment["GGML_RDMA_GID"] = str(rank.rdma_gid)
-        case "off":
-            environment["GGML_RPC_NO_RDMA"] = "1"
+    # The device and the GID of a pinned arm are found on the rank at launch: indices move.
+    if settings.get("rdma") == "off":
+        environment["GGML_RPC_NO_RDMA"] = "1"
     return environment
