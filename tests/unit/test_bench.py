@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -31,9 +32,11 @@ def load_harness() -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no byte code inside the collection
+    sys.path.insert(0, str(HARNESS.parent))  # as for a script, which finds its neighbours
     try:
         spec.loader.exec_module(module)
     finally:
+        sys.path.remove(str(HARNESS.parent))
         sys.dont_write_bytecode = before
     return module
 
@@ -359,12 +362,11 @@ def test_prompt_ids_stay_inside_the_vocabulary(seed: int, label: str, count: int
 
 
 def test_the_harness_uses_nothing_newer_than_python_3_9_and_only_the_standard_library() -> None:
-    source = HARNESS.read_text()
-    imported = re.findall(r"^(?:import|from) ([\w.]+)", source, re.MULTILINE)
-    assert {name.split(".")[0] for name in imported} <= set(sys.stdlib_module_names)
-    import ast
-
-    ast.parse(source, feature_version=(3, 9))
+    files = {path.stem: path.read_text() for path in HARNESS.parent.glob("*.py")}
+    for source in files.values():
+        imported = re.findall(r"^(?:import|from) ([\w.]+)", source, re.MULTILINE)
+        assert {name.split(".")[0] for name in imported} <= set(sys.stdlib_module_names) | files.keys()
+        ast.parse(source, feature_version=(3, 9))
 
 
 def test_graph_counts_are_read_from_the_last_timings_of_a_log(tmp_path: Path) -> None:

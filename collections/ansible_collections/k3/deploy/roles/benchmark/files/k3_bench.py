@@ -35,6 +35,8 @@ import time
 import urllib.parse
 from contextlib import contextmanager
 
+import k3_parity
+
 STATES = ("cold", "warm", "cached")
 PROBES = ("shifted_prefix", "graphs")
 SHIFTED_CHUNK = 512  # tokens that the shifted prompt shares with the one before
@@ -268,6 +270,11 @@ class Server:
         self._check_status(response.status, text, what)
         return self._parse(text, what)
 
+    def break_off(self, path, document):
+        """Send a streamed request and hang up after its first line, as a client that goes away does."""
+        with self._exchange("POST", path, json.dumps(document), "a request to break off") as (response, _sent):
+            response.readline()
+
     def complete(self, ids, n_predict, cache_prompt, what):
         """Stream one completion; return {timings, tokens, ttft_ms, wall_ms}."""
         body = json.dumps(
@@ -474,6 +481,15 @@ class Bench:
                 outcome = {"error": str(refusal)}
             self.document["probes"][probe] = outcome
             self.step_done()
+        if "parity" in self.request:
+            self.document["parity"] = k3_parity.run(
+                self.server,
+                lambda label, count: prompt_ids(self.seed, label, count, self.vocab),
+                self.request["parity"],
+                tokens_sha256,
+                Refused,
+                self.progress,
+            )
 
     def _props(self):
         status, text = self.server.get("/props")
@@ -669,9 +685,12 @@ def sample_faults(cell, sample, n_tokens):
 
 
 def own_sha256():
-    """Return the hash of this file: both arms must be measured by the same harness."""
-    with open(os.path.abspath(__file__), "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    """Return the hash of the harness' files: both arms must be measured by the same one."""
+    digest = hashlib.sha256()
+    for path in (__file__, k3_parity.__file__):
+        with open(os.path.abspath(path), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def main(argv=None):

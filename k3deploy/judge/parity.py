@@ -1,0 +1,137 @@
+"""The parity gates: exact output and state, greedy suites, chunks and reuse, each arm held against the baseline."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from k3deploy import parity
+from k3deploy.judge.evidence import Evidence
+from k3deploy.judge.planned import PlannedGate
+from k3deploy.judge.verdict import GateResult
+from k3deploy.parity import Parity
+
+Result = Literal["pass", "fail", "open"]
+OUTPUT_ERROR = "max_output_error"
+STATE_ERROR = "max_state_error"
+# What a change of the program may do to the numbers (the runbook's limits), where the row does not set its own.
+LIMITS = {OUTPUT_ERROR: 1e-3, STATE_ERROR: 1e-6}
+NAMES = {OUTPUT_ERROR: "exact_output", STATE_ERROR: "exact_state"}
+# Below this a token won by so little that another order of the same sums may turn it: a greedy text proves nothing.
+NEAR_TIE = 0.1
+
+
+def answers(evidence: Evidence) -> tuple[Parity, Parity] | None:
+    """(baseline's, arm's) answers; ``None`` until both were asked."""
+    both = []
+    for blocks in (evidence.baseline_blocks, evidence.blocks):
+        both.append(
+            next((b.bench.parity for b in blocks if b.bench and not b.bench.error and b.bench.parity.asked), None)
+        )
+    baseline, arm = both
+    return (baseline, arm) if baseline and arm else None
+
+
+def measured_error(evidence: Evidence, observation: str) -> tuple[float, str] | None:
+    """(error, on what it rests) of this arm against the baseline."""
+    both = answers(evidence)
+    if both is None:
+        return None
+    baseline, arm = both
+    if observation == OUTPUT_ERROR:
+        output = parity.output_difference(baseline, arm)
+        if output is None:
+            return None
+        return output.max_error, f"largest at position {output.position} of {output.positions} compared"
+    state = parity.state_difference(baseline, evidence.baseline.slug, arm, evidence.arm.slug)
+    return (state.relative_error, "relative to max|S|, by the server's slot save") if state else None
+
+
+def parity_gates(evidence: Evidence) -> list[GateResult]:
+    """The implied ones: errors where the program is another, suites that no row judges, the server against itself."""
+    found = []
+    if evidence.arm.build_key != evidence.baseline.build_key:
+        judged = {gate.observation for gate in evidence.plan.gates.values()}
+        found += [_error_gate(evidence, key) for key in (OUTPUT_ERROR, STATE_ERROR) if key not in judged]
+    return [*found, _suites_gate(evidence), _consistency_gate(evidence)]
+
+
+def _error_gate(evidence: Evidence, observation: str) -> GateResult:
+    limit, error = LIMITS[observation], measured_error(evidence, observation)
+    outcome: Result = "open"
+    reason = why_not(evidence, observation)
+    if error is not None:
+        outcome = "pass" if error[0] <= limit else "fail"
+        reason = f"{observation} is {error[0]:.3g} against the baseline, must be at most {limit:g} ({error[1]})"
+    return GateResult(
+        name=NAMES[observation],
+        require="at_most",
+        outcome=outcome,
+        reason=reason,
+        implied=True,
+        limit=limit,
+        observed=error[0] if error else None,
+    )
+
+
+def why_not(evidence: Evidence, observation: str) -> str:
+    """Why an error is not known."""
+    both = answers(evidence)
+    if both is None:
+        return "the exact-output test was not run in both arms"
+    parts = [(answer.positions if observation == OUTPUT_ERROR else answer.state) for answer in both]
+    errors = [part.error for part in parts if part and part.error]
+    return errors[0] if errors else f"{observation} could not be compared"
+
+
+def identity(evidence: Evidence, gate: PlannedGate) -> tuple[Result, str] | None:
+    """A row's own demand that a suite's texts are identical; ``None`` where the suite was not run."""
+    both = answers(evidence)
+    if both is None:
+        return None
+    parted, compared = parity.divergences(*both, str(gate.suite))
+    if not compared:
+        return None
+    if parted:
+        return "fail", f"{len(parted)} of {compared} texts of the suite {gate.suite} go on otherwise, first {parted[0]}"
+    return "pass", f"all {compared} texts of the suite {gate.suite} go on alike"
+
+
+def _suites_gate(evidence: Evidence) -> GateResult:
+    judged = {gate.suite for gate in evidence.plan.gates.values()}
+    both = answers(evidence)
+    outcome: Result = "open"
+    reason = "no suite was run in both arms"
+    if both is not None:
+        suites = [name for name in (both[0].suites.texts if both[0].suites else {}) if name not in judged]
+        results = [parity.divergences(*both, suite) for suite in suites]
+        parted = [divergence for found, _ in results for divergence in found]
+        compared = sum(count for _, count in results)
+        clear = [found for found in parted if found.margin is None or found.margin > NEAR_TIE]
+        if clear:
+            outcome = "fail"
+            reason = f"{len(parted)} of {compared} greedy texts go on otherwise, not by a near tie: {clear[0]}"
+        elif parted:
+            reason = f"{len(parted)} of {compared} greedy texts part at a near tie, first {parted[0]}: read them"
+        elif compared:
+            outcome, reason = "pass", f"all {compared} greedy texts of {', '.join(suites)} go on alike"
+    return GateResult(name="suites", require="identical", outcome=outcome, reason=reason, implied=True)
+
+
+def _consistency_gate(evidence: Evidence) -> GateResult:
+    """Continuation in chunks and reuse of the slot. What the baseline does too is not the candidate's doing."""
+    both = answers(evidence)
+    outcome: Result = "open"
+    reason = "chunks and reuse were not tried in both arms"
+    if both is not None:
+        before, after = (parity.inconsistencies(answer) for answer in both)
+        own = [text for text in after if text not in before]
+        unasked = [part.error for part in (both[1].continuation, both[1].reuse) if part and part.error]
+        if own:
+            outcome, reason = "fail", own[0]
+        elif unasked:
+            reason = unasked[0]
+        elif after:
+            reason = f"the baseline does it too: {after[0]}"
+        elif both[1].continuation and both[1].reuse:
+            outcome, reason = "pass", "chunks, other prompts, an erased slot and a broken request change nothing"
+    return GateResult(name="continuation_and_reuse", require="identical", outcome=outcome, reason=reason, implied=True)
