@@ -18,12 +18,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from k3deploy.errors import InputError, K3Error
 from k3deploy.paths import find_playbook, inventory_files, state_dir, write_text
+from k3deploy.reach import explain
 from k3deploy.secrets import mask, mask_text, secret_values
 from k3deploy.yamlfile import load as load_yaml
 
@@ -143,10 +145,20 @@ def run_playbook(
     if not result.ok and result.status == "failed" and not result.failures and not result.unreachable:
         # Ansible refused before any task: an inventory, a role or the playbook itself does not parse.
         result.failures.append(HostFailure("controller", playbook.name, mask_text(_last_lines(output), secrets)))
+    if result.unreachable and not interrupted:
+        result.unreachable = _with_what_they_answer(result.unreachable)
     if artifacts_dir is not None:
         result.log = artifacts_dir / f"ansible-{playbook.stem}.log"
         write_text(result.log, mask_text(output, secrets))
     return result
+
+
+def _with_what_they_answer(unreachable: Sequence[HostFailure]) -> list[HostFailure]:
+    """Each failure with what its host still answers: a wedged host needs another remedy than one that is off."""
+    said = {failure.host: failure.message for failure in unreachable}
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = dict(zip(said, pool.map(explain, said.values(), said), strict=True))
+    return [replace(failure, message=f"{failure.message}\n{found[failure.host]}") for failure in unreachable]
 
 
 def _status(reported: str, rc: int, interrupted: bool) -> Status:

@@ -193,6 +193,12 @@ def test_a_band_that_cannot_be_checked_is_said() -> None:
     assert rules(health_rules.probe_findings(skipped, BANDS), "warning") == ["probe"]
 
 
+def test_a_probe_beside_a_working_service_does_not_judge_the_bandwidth_but_the_clock() -> None:
+    serving = gpu_reading({"clocks.sm": 695.0, "utilization.gpu": 96.0}, gemv_gb_s={"median": 100.0})
+    assert rules(health_rules.preflight_findings(serving, BANDS), "fault") == ["band_sm_clock_mhz"]
+    assert rules(health_rules.preflight_findings(serving, BANDS), "warning") == ["probe"]
+
+
 def test_a_gpu_that_answers_nothing_or_computes_wrongly_is_a_fault() -> None:
     hung = reading(gpu={"installed": True, "error": "nvidia-smi: no answer in 10 s", "gpus": [], "counters_us": {}})
     assert rules(health_rules.preflight_findings(hung, BANDS), "fault") == ["nvidia_smi"]

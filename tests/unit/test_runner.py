@@ -149,6 +149,7 @@ def test_unreachable_is_told_apart_from_failed(play: Play, tmp_path: Path) -> No
     result = play('- name: Reach\n  ansible.builtin.command: "true"\n', inventory=inventory)
     assert result.status == "failed" and result.rc == 4
     assert [failure.host for failure in result.unreachable] == ["far"]
+    assert "no ssh server listens on port 1" in result.unreachable[0].message
     assert not result.failures
 
 

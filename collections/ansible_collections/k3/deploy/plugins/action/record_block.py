@@ -11,6 +11,8 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 from ansible_collections.k3.deploy.plugins.module_utils import masking
+from ansible_collections.k3.deploy.plugins.plugin_utils import health_rules
+from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard_words
 
 
 def iso_time(seconds):
@@ -20,17 +22,23 @@ def iso_time(seconds):
     return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="milliseconds")
 
 
+SERIES_ROWS = 400  # of a block and rank: what a plot can show
+
+
+def thinned(series):
+    """The series with at most SERIES_ROWS rows: of each stretch the row with least MemAvailable."""
+    step = -(-len(series) // SERIES_ROWS) or 1
+    return [min(series[place : place + step], key=lambda row: row[1]) for place in range(0, len(series), step)]
+
+
 def memory_summary(series, ready_at):
-    """Least MemAvailable (MiB) over the block, and apart for load (before the head was ready) and run."""
+    """Least memory (MiB) over the block; MemAvailable also apart for load (before the head was ready) and run.
+
+    series: rows of the rank's guard: time, MemAvailable, MemFree, CmaFree, Cached, and the pressure (some, full; -1: not known).
+    ready_at: when the head was ready, by this rank's clock.
+    """
     if not series:
-        return {
-            "min_available_mib": None,
-            "min_at": None,
-            "samples": 0,
-            "load_min_mib": None,
-            "run_min_mib": None,
-            "series": [],
-        }
+        return {"min_available_mib": None, "min_at": None, "samples": 0, "load_min_mib": None, "run_min_mib": None, "series": []}
     least = min(series, key=lambda row: row[1])
     load = [row[1] for row in series if ready_at is None or row[0] <= ready_at]
     run = [row[1] for row in series if ready_at is not None and row[0] > ready_at]
@@ -40,8 +48,20 @@ def memory_summary(series, ready_at):
         "samples": len(series),
         "load_min_mib": min(load, default=None),
         "run_min_mib": min(run, default=None),
-        "series": series,
+        "min_free_mib": min(row[2] for row in series),
+        "min_driver_free_mib": min(row[2] - row[3] for row in series),
+        "cached_at_min_mib": least[4],
+        "pressure_max": max(row[5] for row in series),
+        "ready_at": ready_at,
+        "series": thinned(series),
     }
+
+
+def health_summary(seen, bands):
+    """A rank's two readings as they are, and what the rules find in them; None when the rank was not read."""
+    if not seen or not seen.get("before") or not seen.get("after"):
+        return None
+    return {**seen, "findings": health_rules.block_findings(seen["before"], seen["after"], bands or {})}
 
 
 def write_atomic(path, text):
@@ -55,7 +75,7 @@ def write_atomic(path, text):
 
 
 class ActionModule(ActionBase):
-    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop}}, void (reason or null)."""
+    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop, health}}, health_bands, void."""
 
     TRANSFERS_FILES = False
     _supports_check_mode = True
@@ -70,7 +90,7 @@ class ActionModule(ActionBase):
         ranks = {}
         try:
             for name, seen in arguments["ranks"].items():
-                ranks[name] = self._rank(run_dir, index, name, seen, arguments.get("ready_at"))
+                ranks[name] = self._rank(run_dir, index, name, seen, arguments)
             record = {
                 **{key: block[key] for key in ("index", "pair", "arm", "slug")},
                 **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
@@ -86,7 +106,7 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail(f"cannot record block {index} in {run_dir}: {error}") from error
         return {**result, "changed": True, "path": os.fspath(path)}
 
-    def _rank(self, run_dir, index, name, seen, ready_at):
+    def _rank(self, run_dir, index, name, seen, arguments):
         stop = seen.get("stop") or {}
         logs = {}
         for kind, text in (stop.get("k3_logs") or {}).items():
@@ -96,7 +116,9 @@ class ActionModule(ActionBase):
                 logs[kind] = os.fspath(path.relative_to(run_dir))
         return {
             "state": seen.get("state"),
-            "memory": memory_summary(stop.get("memory") or [], ready_at),
+            "memory": memory_summary(stop.get("memory") or [], (seen.get("state") or {}).get("time") or arguments.get("ready_at")),
+            "guard": dict(stop["guard"], words=guard_words(name, stop["guard"])) if stop.get("guard") else None,
+            "health": health_summary(seen.get("health"), arguments.get("health_bands")),
             "logs": logs,
             "killed": stop.get("killed") or [],
         }

@@ -14,7 +14,7 @@ import time
 
 from ansible_collections.k3.deploy.plugins.module_utils import bounded, gpu_probe
 
-KERNEL_LINES = 2000  # newest lines kept of those that may matter
+KERNEL_LINES = 400  # newest lines kept of those that may matter
 # Words of kernel lines that may matter. A selection, no judgement: healthy lines among them are told apart on the controller.
 INTERESTING = re.compile(
     r"AER:|PCIe Bus Error|NVRM|\bXid\b|mlx5|pcie-hotplug|Link (?:is )?(?:up|down)|blocked for more than|lockup|rcu_\w+ (?:self-)?detected|"

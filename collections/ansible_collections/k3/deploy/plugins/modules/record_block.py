@@ -33,9 +33,12 @@ options:
     description: When the block ended.
     type: float
   ranks:
-    description: By name, the rank's C(state) while the arm ran and the C(stop) result.
+    description: By name, the rank's C(state) while the arm ran, the C(stop) result, and its C(health) C(before) and C(after).
     type: dict
     required: true
+  health_bands:
+    description: What is healthy, by what is measured; each a C(min), a C(max) or both.
+    type: dict
   void:
     description: Why the block does not count.
     type: str

@@ -16,6 +16,11 @@ STALL_PERCENT = 1.0
 LARGE_BLOCK = 2 << 20  # what the GPU driver asks for
 
 
+def busy(gpu):
+    """Whether something else used the GPU when it was read: what a probe measures beside it says nothing about the GPU."""
+    return any((row.get("utilization.gpu") or 0) >= 5 for row in gpu.get("gpus") or [])
+
+
 def measured(reading):
     """The numbers of a reading that a band can hold: {name: number}; what is not known is left out."""
     probe, gpu = reading.get("probe") or {}, reading.get("gpu") or {}
@@ -25,7 +30,7 @@ def measured(reading):
         "temperature_c": loaded.get("temperature.gpu"),
         "power_w": loaded.get("power.draw"),
     }
-    if probe.get("kind") == "gpu":
+    if probe.get("kind") == "gpu" and not busy(gpu):
         values.update({name: (probe.get(name) or {}).get("median") for name in ("gemv_gb_s", "copy_gb_s")})
     if probe.get("kind") == "cpu":
         values.update(cpu_copy_gb_s=probe.get("copy_gb_s"), cpu_hash_mb_s=probe.get("hash_mb_s"))
@@ -71,8 +76,9 @@ def probe_findings(reading, bands, when=""):
         found.append(finding("probe", "warning", f"the bandwidth probe failed{when} ({probe['error']})", "see the kernel log of this rank"))
     if probe.get("correct") is False:
         found.append(finding("probe_wrong", "fault", f"the GPU computed a wrong sum{when}", REBOOT + "; if it comes back: repair"))
-    if (bands or {}).get("gemv_gb_s") and probe.get("skipped") and gpu.get("gpus"):
-        text = f"the GPU's bandwidth was not probed{when} ({probe['skipped']})"
+    why = probe.get("skipped") or ("something else used it" if probe.get("kind") == "gpu" and busy(gpu) else None)
+    if (bands or {}).get("gemv_gb_s") and why and gpu.get("gpus"):
+        text = f"the GPU's bandwidth is not known{when} ({why})"
         found.append(finding("probe", "warning", text, "a slow state that clocks do not show would go unseen"))
     return found
 
