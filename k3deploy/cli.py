@@ -20,10 +20,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "apply": ("k3deploy.commands.apply", "apply", "Build, start, measure and judge a candidate; put production back."),
     "plan": ("k3deploy.commands.plan", "plan", "Show what apply would run, rank by rank; change nothing."),
     "rollback": ("k3deploy.commands.rollback", "rollback", "Stop the candidate everywhere and bring production back."),
+    "window": ("k3deploy.commands.window", "window", "Open, extend, close or show the maintenance window."),
     "status": ("k3deploy.commands.status", "status", "Show ranks, production, candidate and window as they are now."),
     "matrix": ("k3deploy.commands.matrix", "matrix", "List the rows to try, or show one."),
     "facts": ("k3deploy.commands.facts", "facts", "Print what a run measured, or validate a facts file."),
     "report": ("k3deploy.commands.report", "report", "Judge a run again and rewrite its report; list runs."),
+    "export": ("k3deploy.commands.export", "export", "Write what a run measured for another program."),
     "patch": ("k3deploy.commands.patch", "patch", "List, check and apply the source changes that rows need."),
     "lab": ("k3deploy.commands.lab", "lab", "Four ranks on this machine to try everything on."),
     "complete": ("k3deploy.commands.complete", "complete", "Print the completion script for your shell."),
@@ -50,6 +52,7 @@ Exit codes:
    11  INCONCLUSIVE
    12  INVALID: the measurement does not count
    20  production does not answer as recorded: act now
+   21  production is back, but something of the candidate is left on a rank
   130  stopped by Ctrl-C or a signal; production was brought back
 
 \b

@@ -35,6 +35,7 @@ def conclude(run: Run) -> Outcome:
     from k3deploy.judge import judge
     from k3deploy.paths import write_json, write_text
     from k3deploy.report import write_html
+    from k3deploy.report.export import FORMATS
     from k3deploy.report.text import render_markdown, render_text
 
     plan = run.plan()
@@ -45,6 +46,8 @@ def conclude(run: Run) -> Outcome:
     write_json(run.path / "verdict.json", mapping)
     html = write_html(run.path, plan, facts, verdict)
     write_text(run.path / "report.md", render_markdown(plan, facts, verdict, run.path))
+    for name, render in FORMATS.values():
+        write_text(run.path / name, render(plan, facts, verdict))
     return Outcome(mapping, render_text(verdict), html, EXIT_CODES[mapping["outcome"]])
 
 
