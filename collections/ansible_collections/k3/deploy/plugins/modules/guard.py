@@ -34,7 +34,7 @@ options:
     type: int
     default: 1536
   floors:
-    description: Floor of MemAvailable by arm (its slug).
+    description: Floor of MemAvailable by arm (its slug). None keeps the floors that are armed, so that moving a window's end moves nothing else.
     type: dict
     default: {}
   free_floor_mib:
@@ -125,7 +125,9 @@ def enabled():
 
 
 def arm(module, path):
-    have, want = host.read_json(path), wanted(module.params, time.time(), time.clock_gettime(time.CLOCK_BOOTTIME))
+    have = host.read_json(path)
+    want = wanted(module.params, time.time(), time.clock_gettime(time.CLOCK_BOOTTIME))
+    want["floors"] = want["floors"] or (have or {}).get("floors", {})
     shown = host.show_units([UNIT])[UNIT]
     fresh = same(have, want)
     runs = shown.get("ActiveState") == "active"

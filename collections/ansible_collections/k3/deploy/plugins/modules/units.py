@@ -19,11 +19,6 @@ options:
   name:
     description: The unit to start.
     type: str
-  also:
-    description: Further units to start before O(name), without waiting for them.
-    type: list
-    elements: str
-    default: []
   patterns:
     description: systemd globs of the units to stop.
     type: list
@@ -55,7 +50,10 @@ options:
     type: dict
     default: {}
   memory:
-    description: The memory sampler's series, returned when stopping.
+    description: The guard's series of this arm's memory, returned when stopping.
+    type: path
+  guard:
+    description: The guard's record of when it stopped a candidate, returned when stopping if it is of this start of the arm.
     type: path
 author: [the k3deploy project (@k3deploy)]
 attributes:
@@ -102,8 +100,12 @@ time:
   type: float
   returned: when state is stopped
 memory:
-  description: "Lines C(seconds since the epoch, least MemAvailable, MemFree) in MiB, one a second."
+  description: "Rows of seconds since the epoch, then in MiB MemAvailable, MemFree, CmaFree and Cached, then the memory pressure (some, full)."
   type: list
+  returned: when state is stopped
+guard:
+  description: What made the guard stop this start of the arm, when and what it saw; null when it did not.
+  type: dict
   returned: when state is stopped
 """
 
@@ -144,9 +146,12 @@ class Starter:
         if self.module.check_mode:
             return True
         host.run(["systemctl", "reset-failed", self.name])
-        rc, _out, err = host.run(["systemctl", "start", *self.params["also"], self.name], timeout=60)
+        rc, _out, err = host.run(["systemctl", "start", self.name], timeout=60)
         if rc != 0:
-            self.fail(f"systemctl start said: {err.strip()}")
+            guard = host.show_units(host.GUARD_UNITS)
+            unguarded = [name for name, value in guard.items() if value.get("ActiveState") != "active"]
+            why = "; {} does not run: arm it first, what is not guarded does not start".format(", ".join(unguarded)) if unguarded else ""
+            self.fail(f"systemctl start said: {err.strip()}{why}")
         return True
 
     def ready(self, shown):
@@ -191,16 +196,24 @@ class Starter:
 
 
 def memory_series(path):
-    """The sampler's lines as [[time, least MemAvailable, MemFree], ...]."""
+    """The guard's lines as rows: time, MemAvailable, MemFree, CmaFree, Cached, pressure (some, full)."""
     rows = [line.split() for line in host.tail(path, 1 << 20).splitlines()] if path else []
-    return [[float(row[0]), int(row[1]), int(row[2])] for row in rows if len(row) == 3]
+    return [[float(row[0]), *map(int, row[1:5]), float(row[5]), float(row[6])] for row in rows if len(row) == 7]
+
+
+def tripped(path, series):
+    """The guard's record, if it is of the start that the series is of: the guard begins that anew at each start."""
+    record = host.read_json(path) if path else None
+    return record if record and series and record.get("at", 0) >= series[0][0] - 1 else None
 
 
 def stop(module):
     """Stop what runs; then SIGKILL what did not listen to SIGTERM."""
+    series = memory_series(module.params["memory"])
     records = {
         "k3_logs": {name: host.tail(path) for name, path in module.params["logs"].items()},
-        "memory": memory_series(module.params["memory"]),
+        "memory": series,
+        "guard": tripped(module.params["guard"], series),
         "time": time.time(),
     }
     done = host.stop_units(module.params["patterns"], module.params["stop_timeout"], dry=module.check_mode)
@@ -214,7 +227,6 @@ def main():
         argument_spec={
             "state": {"type": "str", "choices": ["started", "stopped"], "required": True},
             "name": {"type": "str"},
-            "also": {"type": "list", "elements": "str", "default": []},
             "patterns": {"type": "list", "elements": "str", "default": ["k3-candidate*"]},
             "listen": {"type": "str"},
             "http": {"type": "str"},
@@ -224,6 +236,7 @@ def main():
             "stop_timeout": {"type": "int", "default": 20},
             "logs": {"type": "dict", "default": {}},
             "memory": {"type": "path"},
+            "guard": {"type": "path"},
         },
         required_if=[("state", "started", ["name"])],
         supports_check_mode=True,

@@ -1,0 +1,41 @@
+"""Filters over what the ranks' guards recorded."""
+
+from __future__ import annotations
+
+from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard_words
+
+# Floors of memory; whatever else a guard stops for (an orphaned worker, memory that cannot be read) says nothing about the candidate.
+FLOORS = ("memory", "free")
+
+
+def guard_trips(stops):
+    """{floors: [sentence], all: [sentence]} of the ranks whose guard stopped the candidate: where a floor was crossed, and all of them.
+
+    stops: {rank: result of stopping the block there}.
+    """
+    records = [(rank, stop["guard"]) for rank, stop in stops.items() if (stop or {}).get("guard")]
+    records.sort(key=lambda item: (item[1].get("what") not in FLOORS, item[1].get("at", 0)))
+    return {
+        "floors": [guard_words(rank, record) for rank, record in records if record.get("what") in FLOORS],
+        "all": [guard_words(rank, record) for rank, record in records],
+    }
+
+
+def block_broken(variables, slug):
+    """What one rank's variables hold of a block that did not come to its end; its state only if it is of this start of the arm.
+
+    The registered results may be those of the block before: a state counts when it is younger than the first memory seen of this start.
+    """
+    stop = variables.get("block_stop") or {}
+    state = (variables.get("block_state") or {}).get("state") or {}
+    began = stop["memory"][0][0] if stop.get("memory") else None
+    own = any(name.endswith(f"@{slug}.service") for name in state.get("units") or {})
+    fresh = own and began is not None and state.get("time", 0) >= began
+    return {"state": state if fresh else None, "stop": stop}
+
+
+class FilterModule:
+    """Registers the filters."""
+
+    def filters(self):
+        return {"guard_trips": guard_trips, "block_broken": block_broken}
