@@ -403,6 +403,7 @@ def _attention_scores(facts: ModelFacts, server: _Server, layers: Sequence[int])
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
+MAX_LAYERS = 10_000  # far above any model, far below what makes tables of layers a burden
 _LAYER_OF = re.compile(r"blk\.(\d+)\.")
 _SPLIT_NAME = re.compile(r"-00001-of-(\d{5})\.gguf$")
 
@@ -413,12 +414,14 @@ def read_model_facts(path: Path) -> ModelFacts:
 
     try:
         readers = [GGUFReader(part) for part in _parts(path)]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "not a GGUF file"
+        keys = _Keys(path, {name: value.contents() for name, value in readers[0].fields.items()})
+        sizes = [(tensor.name, int(tensor.n_bytes)) for reader in readers for tensor in reader.tensors]
+        return keys.facts(sizes)
+    except InputError:
+        raise
+    except Exception as error:  # the reader believes what a file says of itself: a damaged one breaks it anywhere
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InputError([Problem(path, 0, f"cannot read the model: {reason}")]) from None
-    keys = _Keys(path, {name: value.contents() for name, value in readers[0].fields.items()})
-    sizes = [(tensor.name, int(tensor.n_bytes)) for reader in readers for tensor in reader.tensors]
-    return keys.facts(sizes)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -441,7 +444,11 @@ class _Keys:
         value = self.all.get(f"{self.arch}.{name}", default)
         if value is None:
             raise InputError([Problem(self.path, 0, f"the model has no key {self.arch}.{name}")])
-        return int(max(value)) if isinstance(value, list) else int(value)
+        count = int(max(value)) if isinstance(value, list) else int(value)
+        least, most = (0 if default == 0 else 1), (MAX_LAYERS if name == "block_count" else 2**40)
+        if not least <= count <= most:
+            raise InputError([Problem(self.path, 0, f"{self.arch}.{name} is {count}: not a model that can be served")])
+        return count
 
     def per_layer(self, name: str, n_layer: int, default: int) -> list[int]:
         value = self.all.get(f"{self.arch}.{name}", default)

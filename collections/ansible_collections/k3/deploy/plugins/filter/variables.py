@@ -25,7 +25,8 @@ def _roles():
     """{role: every name with its prefix that its own files speak of}: its variables, and what it registers."""
     found = {}
     for role in (path for path in ROLES.iterdir() if path.is_dir()):
-        texts = (path.read_text(encoding="utf-8") for kind in ("defaults", "meta", "tasks", "templates") for path in (role / kind).glob("*"))
+        kinds = ("defaults", "meta", "tasks", "templates")
+        texts = (path.read_text(encoding="utf-8") for kind in kinds for path in (role / kind).rglob("*") if path.is_file())
         found[role.name] = {word for text in texts for word in re.findall(rf"\b{role.name}_\w+", text)}
     return found
 
