@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "matrix": ("k3deploy.commands.matrix", "matrix", "List the rows to try, or show one."),
     "facts": ("k3deploy.commands.facts", "facts", "Print what a run measured, or validate a facts file."),
     "report": ("k3deploy.commands.report", "report", "Judge a run again and rewrite its report; list runs."),
+    "compare": ("k3deploy.commands.history", "compare", "Put two runs beside each other."),
+    "history": ("k3deploy.commands.history", "history", "Show verdicts over time and where the baseline shifted."),
     "export": ("k3deploy.commands.export", "export", "Write what a run measured for another program."),
     "patch": ("k3deploy.commands.patch", "patch", "List, check and apply the source changes that rows need."),
     "lab": ("k3deploy.commands.lab", "lab", "Four ranks on this machine to try everything on."),
