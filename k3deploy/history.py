@@ -20,8 +20,8 @@ from k3deploy.facts import Block, Facts, State
 
 MIN_SEGMENT = 3  # server starts; fewer are not a level
 MIN_POINTS = 2 * MIN_SEGMENT
-# What a shift must save of the sum of absolute deviations, in standard deviations x ln(n): by simulation of 20 starts, noise
-# alone passes in 3 % and a shift of three standard deviations that lasts eight starts is found in 9 of 10.
+# What a shift must save of the sum of absolute deviations, in standard deviations x ln(n): by simulation of 20 starts,
+# noise alone passes in 3 % and a shift of three standard deviations that lasts eight starts is found in 9 of 10.
 PENALTY = 2.0
 
 
@@ -100,8 +100,10 @@ def noise(values: Sequence[float]) -> float:
 
 
 def shifts(values: Sequence[float]) -> list[Shift]:
-    """Where the level changed and stayed so for ``MIN_SEGMENT`` starts at least (PELT, absolute deviations: one odd start
-    moves no median)."""
+    """Where the level changed and stayed so for ``MIN_SEGMENT`` starts at least.
+
+    PELT on absolute deviations: one odd start moves no median.
+    """
     sigma = noise(values)
     if len(values) < MIN_POINTS or max(values) - min(values) < 1e-12:
         return []
