@@ -7,15 +7,19 @@ here. Memory is in MiB, times are in milliseconds unless the name ends in ``_sec
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from k3deploy import yamlfile
 from k3deploy.errors import InputError, Problem
+from k3deploy.parity import Parity
 
 State = Literal["cold", "warm", "cached"]
 Model = TypeVar("Model", bound=BaseModel)
@@ -83,7 +87,9 @@ class Bench(_Record):
     probes: dict[str, Any] = Field(default_factory=dict)
     props: dict[str, Any] = Field(default_factory=dict)
     warmup: list[dict[str, Any]] = Field(default_factory=list)
+    parity: Parity = Field(default_factory=Parity)
     foreign_check: str | None = None
+    foreign: list[str] = Field(default_factory=list, description="what shows that others sent requests")
     harness_sha256: str | None = None
     error: str | None = None
 
@@ -123,12 +129,61 @@ class RankState(_Record):
     units: dict[str, Unit] = Field(default_factory=dict)
 
 
+class HealthFinding(_Record):
+    """What the rules made of a rank's health: a fault voids the block, a warning is told."""
+
+    rule: str
+    severity: Literal["fault", "warning"]
+    text: str
+    remedy: str = ""
+
+
+class RankHealth(_Record):
+    """A rank's raw health before and after a block (the results of ``rank_health``), and what the rules found in it."""
+
+    before: dict[str, Any] = Field(default_factory=dict)
+    after: dict[str, Any] = Field(default_factory=dict)
+    findings: list[HealthFinding] = Field(default_factory=list)
+
+
 class RankBlock(_Record):
     """One rank during one block; ``logs`` maps ``worker`` and ``head`` to paths below the run directory."""
 
     state: RankState | None = None
     memory: Memory | None = None
+    health: RankHealth | None = None
     logs: dict[str, str] = Field(default_factory=dict)
+
+
+class Connection(_Record):
+    """What carried the connection from the head to one worker, and what proves or contradicts it.
+
+    cause: of TCP, device, gid, memlock, peer or environment. Pairs are (head, worker).
+    """
+
+    worker: str
+    endpoint: str = ""
+    result: Literal["RDMA", "TCP", "unknown"]
+    cause: str | None = None
+    reason: str = ""
+    qp: str | None = None
+    mtu: list[int] | None = None
+    rx_depth: list[int] | None = None
+    tcp_bytes: int | None = None
+    rdma_bytes: list[int | None] | None = None
+    message_bytes: int | None = None
+
+
+class TransportProof(_Record):
+    """The transport of a block: every connection, what broke while it ran, and what makes it not count."""
+
+    require: Literal["rdma", "tcp"]
+    transport: Literal["RDMA", "TCP", "mixed", "unknown", "none"]
+    connections: list[Connection]
+    events: list[str] = Field(default_factory=list)
+    problems: list[str] = Field(default_factory=list)
+    reconnected: list[str] = Field(default_factory=list, description="connections whose queue pairs changed")
+    resolved: dict[str, dict[str, Any]] = Field(default_factory=dict, description="a rank's device and GID at launch")
 
 
 class MemoryBreakdown(_Record):
@@ -171,6 +226,10 @@ class Observations(_Record):
     kda_blocked_fallback: int | None = None
     rank_forward_ms: dict[str, float] = Field(default_factory=dict)
     rank_rpc_ms: dict[str, float] = Field(default_factory=dict)
+    rank_rpc_p99_ms: dict[str, float] = Field(default_factory=dict)
+    rank_idle_share: dict[str, float] = Field(default_factory=dict)
+    rpc_p99: float | None = None
+    worker_link_idle: float | None = None
     slowest_rank_excess: float | None = None
     fatal: list[Fatal] = Field(default_factory=list)
 
@@ -187,6 +246,7 @@ class Block(_Record):
     load_seconds: float | None = None
     bench: Bench | None = None
     ranks: dict[str, RankBlock] = Field(default_factory=dict)
+    transport: TransportProof | None = None
     observations: Observations = Field(default_factory=Observations)
     error: str | None = None
 
@@ -293,8 +353,25 @@ def _with_observations(run_dir: Path, block: Block) -> Block:
         probed.pop("cache_reuse_disabled", None)
     stated = {name: getattr(block.observations, name) for name in block.observations.model_fields_set}
     known = {name: value for name, value in stated.items() if value is not None}
-    timed = {"slowest_rank_excess": _slowest_rank_excess(merged.rank_forward_ms)}
+    timed = {
+        "slowest_rank_excess": _slowest_rank_excess(merged.rank_forward_ms),
+        "rpc_p99": max(merged.rank_rpc_p99_ms.values(), default=None),
+        "worker_link_idle": max(merged.rank_idle_share.values(), default=None),
+        **_proven(block.transport, merged.rpc_errors),
+    }
     return block.model_copy(update={"observations": merged.model_copy(update={**timed, **probed, **known})})
+
+
+def _proven(proof: TransportProof | None, logged_errors: int | None) -> dict[str, Any]:
+    """What a proof of the transport says better than log lines alone."""
+    if proof is None:
+        return {}
+    activated = sum(connection.result == "RDMA" for connection in proof.connections)
+    return {
+        "rdma_activated": proof.transport == "RDMA",
+        "rdma_connections": activated,
+        "rpc_errors": max(logged_errors or 0, len(proof.events)),
+    }
 
 
 def _slowest_rank_excess(forward_ms: Mapping[str, float]) -> float | None:
@@ -401,7 +478,10 @@ _RPC_ERROR = re.compile(
 _TOLD_TO_STOP = re.compile(r"cleaning up before exit|Received (?:second )?interrupt")
 _FLASHKDA = re.compile(r"K3_FLASHKDA_(ACTIVE|FALLBACK)")
 _KDA_BLOCKED = re.compile(r"K3_KDA_BLOCKED_(ACTIVE|FALLBACK)")
-_RPC_TIMING = re.compile(r"K3_RPC_TIMING .*compute_us=(\d{1,15}) .*set_us=(\d{1,15}) .*get_us=(\d{1,15})")
+_RPC_TIMING = re.compile(
+    r"K3_RPC_TIMING .*end_us=(\d{1,18}) prepare_us=(\d{1,15}) compute_us=(\d{1,15})"
+    r" .*set_us=(\d{1,15}) .*get_us=(\d{1,15})"
+)
 
 # A line that ends a server, and what it means to the person who reads it.
 _FATAL: Sequence[tuple[str, str]] = (
@@ -493,14 +573,28 @@ def parse_worker_log(text: str, rank: str = "") -> Observations:
 
 
 def _rpc_times(text: str, rank: str) -> dict[str, dict[str, float]]:
-    """Milliseconds that the rank computed and transferred, over all graphs: every rank sees the same microbatches."""
-    forward = transfer = 0
-    for compute, sent, got in _RPC_TIMING.findall(text):
-        forward += int(compute)
-        transfer += int(sent) + int(got)
-    if not forward:
+    """What a timed worker says, over all graphs: every rank sees the same microbatches.
+
+    Milliseconds computed and transferred; the 99th percentile of a graph's transfers, in milliseconds; and the share of
+    the time between two graphs in which the worker had nothing to do, as the median (a pause between requests is rare).
+    """
+    times = [tuple(map(int, found)) for found in _RPC_TIMING.findall(text)]
+    if not sum(compute for _, _, compute, _, _ in times):
         return {}
-    return {"rank_forward_ms": {rank: forward / 1000}, "rank_rpc_ms": {rank: transfer / 1000}}
+    transfers = sorted(sent + got for *_, sent, got in times)
+    found = {
+        "rank_forward_ms": sum(compute for _, _, compute, _, _ in times) / 1000,
+        "rank_rpc_ms": sum(transfers) / 1000,
+        "rank_rpc_p99_ms": transfers[math.ceil(0.99 * len(transfers)) - 1] / 1000,
+    }
+    idle = [
+        max(0.0, 1 - (prepare + compute + sent + got) / (end - before[0]))
+        for before, (end, prepare, compute, sent, got) in pairwise(times)
+        if end > before[0]
+    ]
+    if idle:
+        found["rank_idle_share"] = round(median(idle), 4)
+    return {name: {rank: value} for name, value in found.items()}
 
 
 def _transport(text: str) -> dict[str, Any]:

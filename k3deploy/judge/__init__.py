@@ -8,8 +8,8 @@ ACCEPT        every gate passed with enough pairs of server starts.
 INCONCLUSIVE  everything else, with what it would take to know.
 """
 
-from k3deploy.judge.numbers import NOT_INFERIOR, SUPERIOR
 from k3deploy.judge.outcome import judge
+from k3deploy.judge.rule import DELTA, NOT_INFERIOR
 from k3deploy.judge.verdict import ArmVerdict, Comparison, GateResult, Verdict
 
-__all__ = ["NOT_INFERIOR", "SUPERIOR", "ArmVerdict", "Comparison", "GateResult", "Verdict", "judge"]
+__all__ = ["DELTA", "NOT_INFERIOR", "ArmVerdict", "Comparison", "GateResult", "Verdict", "judge"]

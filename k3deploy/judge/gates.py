@@ -5,71 +5,103 @@ from __future__ import annotations
 from typing import Literal
 
 from k3deploy import stats
+from k3deploy.facts import State
+from k3deploy.judge import parity
 from k3deploy.judge.evidence import Evidence, cell_names, observed, reused_tokens
-from k3deploy.judge.numbers import NOT_INFERIOR, SUPERIOR, compare, rank_memory
+from k3deploy.judge.numbers import compare, rank_memory
 from k3deploy.judge.planned import PlannedGate
+from k3deploy.judge.rule import Require, Rule, Speed
+from k3deploy.judge.transport import TAKES
 from k3deploy.judge.verdict import Comparison, GateResult
 
 MEMORY_GATE = "memory_floor"
+_OUTCOMES: dict[Speed, Literal["pass", "fail", "open"]] = {
+    Speed.PASS: "pass",
+    Speed.OPEN: "open",
+    Speed.FUTILE: "fail",
+    Speed.HARM: "fail",
+}
 
 
-def gates(evidence: Evidence) -> list[GateResult]:
-    """The gates of the rows in their order, then the implied ones: warm speed, the memory floor, unchanged text."""
-    rows = [_gate(evidence, name, gate) for name, gate in evidence.plan.gates.items()]
-    return [*rows, *_warm_gate(evidence), *_memory_gate(evidence), *_prefix_gate(evidence)]
+def gates(evidence: Evidence, rule: Rule) -> list[GateResult]:
+    """The gates of the rows in their order, then the implied ones: the speed of every other cold and warm cell, the
+    memory floor, unchanged text, parity."""
+    rows = [_gate(evidence, name, gate, rule) for name, gate in evidence.plan.gates.items()]
+    others = [*_other_cells(evidence, "cold", rule), *_other_cells(evidence, "warm", rule)]
+    return [*rows, *others, *_memory_gate(evidence), *_prefix_gate(evidence), *parity.parity_gates(evidence)]
 
 
-def _gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResult:
+def requirements(gate: PlannedGate) -> list[tuple[str, Require]]:
+    """What each cell of a speed gate must be. Of a gate that asks for a gain, the first cell is the primary one: it
+    must be faster, the others must not be slower."""
+    if gate.require != "faster":
+        return [(cell, "not_slower") for cell in gate.cells]
+    return [(cell, "faster" if place == 0 else "not_slower") for place, cell in enumerate(gate.cells)]
+
+
+def _gate(evidence: Evidence, name: str, gate: PlannedGate, rule: Rule) -> GateResult:
     if gate.cells:
-        return _speed_gate(evidence, name, gate)
+        return _speed_gate(evidence, name, gate, rule)
     if gate.suite:
         return _identity_gate(evidence, name, gate)
     return _observation_gate(evidence, name, gate)
 
 
-def _speed_gate(evidence: Evidence, name: str, gate: PlannedGate, *, implied: bool = False) -> GateResult:
-    threshold = SUPERIOR if gate.require == "faster" else NOT_INFERIOR
-    comparisons = [compare(evidence, cell, gate.state, gate.metric, threshold) for cell in gate.cells]
-    judged = [(comparison, *_judge_speed(comparison, gate.require)) for comparison in comparisons]
-    outcomes = [outcome for _, outcome, _ in judged]
-    outcome: Literal["pass", "fail", "open"] = (
-        "fail" if "fail" in outcomes else "open" if "open" in outcomes or not outcomes else "pass"
-    )
-    telling = [text for _, result, text in judged if result == outcome] or ["no cell to judge"]
+def _speed_gate(evidence: Evidence, name: str, gate: PlannedGate, rule: Rule, *, implied: bool = False) -> GateResult:
+    judged = []
+    for cell, require in requirements(gate):
+        found = compare(evidence, cell, gate.state, gate.metric, rule.threshold(require))
+        judged.append((found, *_judge_speed(found, require, rule)))
+    worst = max((speed for _, speed, _ in judged), default=Speed.OPEN)
+    telling = [text for _, speed, text in judged if speed == worst] or ["no cell to judge"]
     return GateResult(
         name=name,
         require=gate.require,
-        outcome=outcome,
+        outcome=_OUTCOMES[worst],
         reason="; ".join(telling),
         implied=implied,
-        comparisons=comparisons,
+        comparisons=[found for found, _, _ in judged],
     )
 
 
-def _judge_speed(found: Comparison, require: str) -> tuple[Literal["pass", "fail", "open"], str]:
+def _judge_speed(found: Comparison, require: Require, rule: Rule) -> tuple[Speed, str]:
+    import numpy as np
+
     what = f"{found.cell} {found.state}" + (" time to first token" if found.metric == "ttft" else "")
     if found.ratio is None:
-        return "open", f"{what} was not measured in both arms"
+        return Speed.OPEN, f"{what} was not measured in both arms"
     change = f"{what} {_percent(found.ratio)}"
     if found.low is None or found.high is None:
         # However large: the spread between two starts of one arm is not known from one start.
-        return "open", f"{change} in one pair"
-    interval = f"{change} (95 % interval {_percent(found.low)} to {_percent(found.high)}, {found.pairs} pairs)"
-    if found.high < NOT_INFERIOR:
-        return "fail", f"{interval}: slower"
-    if found.pairs < stats.MIN_PAIRS:
-        return "open", interval
-    if require == "faster":
-        if found.low > SUPERIOR:
-            return "pass", interval
-        if found.high < SUPERIOR:
-            return "fail", f"{interval}: no gain of {_percent(SUPERIOR)} is left to hope for"
-        return "open", interval
-    return ("pass", interval) if found.low > NOT_INFERIOR else ("open", interval)
+        return Speed.OPEN, f"{change} in one pair"
+    speed = Speed(int(rule.speed(np.asarray(found.differences), require)))
+    text = f"{change} (95 % interval {_percent(found.low)} to {_percent(found.high)}, {found.pairs} pairs)"
+    threshold = rule.threshold(require)
+    if speed is Speed.HARM:
+        return speed, f"{text}: slower"
+    if speed is Speed.FUTILE:
+        return speed, f"{text}: no gain of {_percent(threshold)} is left to hope for"
+    if speed is Speed.OPEN and found.low > threshold and found.pairs >= stats.MIN_PAIRS:
+        return speed, f"{text}: {_not_yet(found, rule)}"
+    return speed, text
+
+
+def _not_yet(found: Comparison, rule: Rule) -> str:
+    """Why an interval that is clear of its threshold does not count yet."""
+    if found.pairs not in rule.looks:
+        planned = ", ".join(map(str, rule.looks))
+        return f"an ACCEPT may be spoken only at a planned look (after {planned} pairs)"
+    share = stats.spent(found.pairs / rule.looks[-1], rule.alpha)
+    p_value = 1.0 if found.p_value is None else found.p_value
+    return f"the exact sign-flip test (p {p_value:.3f}) does not pass what may be spent here ({share:.3f})"
 
 
 def _identity_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResult:
     """Greedy output on equal prompts. What was not run as a suite is judged by the texts of the cells."""
+    if found := parity.identity(evidence, gate):
+        return GateResult(
+            name=name, require=gate.require, outcome=found[0], reason=found[1], observed=found[0] == "pass"
+        )
     differing, compared, unstable = evidence.texts()
     if differing and not unstable:
         text = f"greedy output differs in {len(differing)} of {compared} texts, first in {differing[0]}"
@@ -87,9 +119,15 @@ def _identity_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResu
 
 def _observation_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResult:
     key = str(gate.observation)
-    values = observed(evidence.blocks, key)
+    if key in parity.LIMITS:
+        error = parity.measured_error(evidence, key)
+        values: list[float | bool] = [error[0]] if error else []
+    else:
+        values = observed(evidence.blocks, key)
     if not values:
-        text = f"nothing in the logs and probes speaks of {key}"
+        text = f"nothing in the logs and probes speaks of {key}" + (f": {TAKES[key]}" if key in TAKES else "")
+        if key in parity.LIMITS:
+            text = parity.why_not(evidence, key)
         return GateResult(name=name, require=gate.require, outcome="open", reason=text, limit=gate.limit)
     why = f" ({gate.why})" if gate.why else ""
     limit = gate.limit
@@ -119,14 +157,19 @@ def _observation_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateR
     )
 
 
-def _warm_gate(evidence: Evidence) -> list[GateResult]:
-    """Nobody may pay for a faster cold prompt with slower warm ones, whatever the row judges."""
-    judged = {cell for gate in evidence.plan.gates.values() if gate.state == "warm" for cell in gate.cells}
-    warm = [name for name, state in cell_names(evidence.blocks) if state == "warm" and name not in judged]
-    if not warm:
+def _other_cells(evidence: Evidence, state: State, rule: Rule) -> list[GateResult]:
+    """Nobody may pay for the gain with a slower cell, whatever the row judges."""
+    judged = {
+        cell
+        for gate in evidence.plan.gates.values()
+        if gate.state == state and gate.metric == "speed"
+        for cell in gate.cells
+    }
+    others = [name for name, of in cell_names(evidence.blocks) if of == state and name not in judged]
+    if not others:
         return []
-    gate = PlannedGate(cells=warm, state="warm", require="not_slower")
-    return [_speed_gate(evidence, "warm", gate, implied=True)]
+    gate = PlannedGate(cells=others, state=state, require="not_slower")
+    return [_speed_gate(evidence, "warm" if state == "warm" else "other_cold", gate, rule, implied=True)]
 
 
 def _memory_gate(evidence: Evidence) -> list[GateResult]:

@@ -10,11 +10,9 @@ from k3deploy.facts import Block, Cell, Sample, State
 from k3deploy.judge.evidence import Evidence, cell_names
 from k3deploy.judge.verdict import Comparison, Metric, RankMemory
 
-SUPERIOR = 1.02  # a gain below 2 % is not worth a change
-NOT_INFERIOR = 0.99
 
-
-def compare(evidence: Evidence, name: str, state: State, metric: Metric, threshold: float = SUPERIOR) -> Comparison:
+def compare(evidence: Evidence, name: str, state: State, metric: Metric, threshold: float | None = None) -> Comparison:
+    """One cell; threshold: the ratio that the lower bound must be above, if something judges the cell."""
     before: list[float] = []
     after: list[float] = []
     for one, other in evidence.pairs:
@@ -23,7 +21,9 @@ def compare(evidence: Evidence, name: str, state: State, metric: Metric, thresho
         if low is not None and high is not None:
             before.append(low)
             after.append(high)
-    found = stats.estimate([high - low for low, high in zip(before, after, strict=True)])
+    differences = [high - low for low, high in zip(before, after, strict=True)]
+    found = stats.estimate(differences, math.log(threshold or 1.0))
+    bounds = found.bootstrap if found else None
     cells = {
         side: [cell for block in blocks if (cell := block.cell(name, state)) is not None]
         for side, blocks in (("baseline", evidence.baseline_blocks), ("arm", evidence.blocks))
@@ -41,7 +41,11 @@ def compare(evidence: Evidence, name: str, state: State, metric: Metric, thresho
         pairs=found.pairs if found else 0,
         spread=found.spread if found else None,
         p_value=found.p_value if found else None,
-        pairs_needed=stats.pairs_needed(found, threshold) if found else None,
+        bootstrap_low=bounds[0] if bounds else None,
+        bootstrap_high=bounds[1] if bounds else None,
+        threshold=threshold,
+        differences=differences,
+        pairs_needed=stats.pairs_needed(found, threshold) if found and threshold else None,
         baseline_samples=sum(len(cell.valid()) for cell in cells["baseline"]),
         arm_samples=sum(len(cell.valid()) for cell in cells["arm"]),
         invalid_samples=sum(len(cell.samples) - len(cell.valid()) for side in cells.values() for cell in side),

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from k3deploy import stats
 from k3deploy.facts import State
+from k3deploy.judge.rule import DELTA, Rule
 from k3deploy.judge.verdict import Metric
 
 
@@ -36,10 +38,16 @@ class PlannedRank(_View):
     guard_mib: int | None = None
 
 
+class ArmTransport(_View):
+    rdma: Literal["auto", "pinned", "off"] = "auto"
+    require: Literal["tcp", "rdma"] = "tcp"
+
+
 class PlannedArm(_View):
     name: str
     slug: str
     build_key: str
+    transport: ArmTransport | None = None
     processes: dict[str, PlannedRank] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
@@ -54,6 +62,14 @@ class Transport(_View):
     require: Literal["tcp", "rdma"] = "tcp"
 
 
+class PlannedRule(_View):
+    """What an ACCEPT takes, fixed before anything was measured."""
+
+    delta: float = DELTA
+    looks: list[int] = Field(default_factory=list)
+    no_accept: str = ""
+
+
 class PlanView(_View):
     """``arms[0]`` is the baseline."""
 
@@ -64,3 +80,9 @@ class PlanView(_View):
     notes: list[str] = Field(default_factory=list)
     blocks: list[dict[str, Any]] = Field(default_factory=list)
     transport: Transport = Field(default_factory=Transport)
+    rule: PlannedRule = Field(default_factory=PlannedRule)
+
+    def rule_for(self, pairs: int, alpha: float = stats.ALPHA) -> Rule:
+        """The rule of a run with ``pairs`` pairs so far. A plan without looks is looked at once: at its end."""
+        looks = tuple(self.rule.looks) or (max(pairs, 1),)
+        return Rule(looks, self.rule.delta, alpha)

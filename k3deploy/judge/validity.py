@@ -1,30 +1,63 @@
-"""What makes a measurement count: the planned arms ran, complete, as planned, from one build and one harness."""
+"""What makes a measurement count: the planned arms ran, complete, as planned, from one build and one harness.
+
+A block that fails one of its own checks is *void*: measured again, kept with its reasons, and never dropped for the
+numbers in it, which no check looks at. What only several blocks together can show is checked over the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import PurePosixPath
 
 from k3deploy.facts import Block, Unit
 from k3deploy.judge.evidence import Evidence
-from k3deploy.judge.planned import PlannedArm, PlannedProcess
+from k3deploy.judge.health import health_problems
+from k3deploy.judge.planned import PlannedArm, PlannedProcess, PlanView
+from k3deploy.judge.transport import transport_problems
 from k3deploy.judge.verdict import Check
+
+BlockCheck = Callable[[PlanView, PlannedArm, Block], Sequence[str]]
+ADJACENT_S = 1800.0  # so far apart may two blocks of a pair lie, beside the blocks that the plan puts between them
 
 
 def checks(evidence: Evidence) -> list[Check]:
     """Every check, over the blocks of the arm and of the baseline: a broken baseline spoils the arm too."""
-    both = evidence.both
-    return [
-        _check("blocks", _missing_blocks(evidence)),
-        _check("harness", _harness_problems(both)),
-        _check("samples", _sample_problems(evidence, both)),
-        _check("as planned", [problem for block in both for problem in _process_problems(evidence, block)]),
-        _check("build", _build_problems(evidence)),
-        _check(
-            "memory known", [problem for block in both for problem in _memory_problems(block, evidence.planned(block))]
-        ),
-        _check("transport", _transport_problems(evidence, both)),
-    ]
+    found: dict[str, list[str]] = {name: [] for name in BLOCK_CHECKS}
+    for block in evidence.both:
+        for name, problems in block_problems(evidence.plan, evidence.planned(block), block).items():
+            found[name] += problems
+    if not evidence.pairs and not found["blocks"]:
+        found["blocks"].append(f"no pair of a baseline block and a block of {evidence.arm.name} is complete")
+    found["harness"] = _harness_problems(evidence.both)
+    found["one build"] = _build_differences(evidence)
+    found["adjacent"] = list(stale_blocks(evidence.both, len(evidence.plan.arms)).values())
+    return [_check(name, problems) for name, problems in found.items()]
+
+
+def block_problems(plan: PlanView, arm: PlannedArm, block: Block) -> dict[str, Sequence[str]]:
+    """What makes ``block`` of ``arm`` void, by check; empty for a block that counts."""
+    found = {name: check(plan, arm, block) for name, check in BLOCK_CHECKS.items()}
+    return {name: problems for name, problems in found.items() if problems}
+
+
+def stale_blocks(blocks: Sequence[Block], arms: int) -> dict[int, str]:
+    """Blocks whose pair is not adjacent any more, by index: the other half was measured much later."""
+    found = {}
+    rounds: dict[int, list[Block]] = {}
+    for block in blocks:
+        rounds.setdefault(block.pair, []).append(block)
+    for pair, members in rounds.items():
+        newest = max(_moment(block.started) for block in members)
+        for block in members:
+            if block.ended is None:
+                continue
+            length = _moment(block.ended) - _moment(block.started)
+            apart = newest - _moment(block.ended)
+            if apart > ADJACENT_S + 2 * arms * length:
+                hours = apart / 3600
+                found[block.index] = f"block {block.index} ({block.arm}) ended {hours:.1f} h before pair {pair} went on"
+    return found
 
 
 def _check(name: str, problems: Iterable[str]) -> Check:
@@ -32,19 +65,15 @@ def _check(name: str, problems: Iterable[str]) -> Check:
     return Check(name=name, passed=not listed, problems=listed)
 
 
-def _missing_blocks(evidence: Evidence) -> list[str]:
-    problems = []
-    for block in evidence.both:
-        fatal = "; ".join(f"{entry.meaning} ({entry.line})" for entry in block.observations.fatal[:2])
-        if block.bench is None:
-            why = block.error or fatal or "no result of the harness"
-            problems.append(f"block {block.index} ({block.arm}) was not measured: {why}")
-        elif block.bench.error:
-            lead = f"block {block.index} ({block.arm}) was not measured to its end: {block.bench.error}"
-            problems.append(lead + (f"; {fatal}" if fatal else ""))
-    if not evidence.pairs and not problems:
-        problems.append(f"no pair of a baseline block and a block of {evidence.arm.name} is complete")
-    return problems
+def _measured_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
+    fatal = "; ".join(f"{entry.meaning} ({entry.line})" for entry in block.observations.fatal[:2])
+    if block.bench is None:
+        why = block.error or fatal or "no result of the harness"
+        return [f"block {block.index} ({block.arm}) was not measured: {why}"]
+    if block.bench.error:
+        lead = f"block {block.index} ({block.arm}) was not measured to its end: {block.bench.error}"
+        return [lead + (f"; {fatal}" if fatal else "")]
+    return []
 
 
 def _harness_problems(blocks: Sequence[Block]) -> list[str]:
@@ -54,26 +83,31 @@ def _harness_problems(blocks: Sequence[Block]) -> list[str]:
     return []
 
 
-def _sample_problems(evidence: Evidence, blocks: Sequence[Block]) -> list[str]:
-    """A gate needs samples that count in every block; an unjudged cell may lack them."""
-    wanted = {(name, gate.state) for gate in evidence.plan.gates.values() for name in gate.cells}
+def _sample_problems(plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
+    """Every judged cell needs a sample that counts: those of the gates, and all cold and warm ones."""
+    if block.bench is None or block.bench.error:
+        return []  # said already
+    wanted = {(name, gate.state) for gate in plan.gates.values() for name in gate.cells}
+    wanted |= {(cell.cell, cell.state) for cell in block.bench.cells if cell.state != "cached"}
     problems = []
-    for block in blocks:
-        if block.bench is None or block.bench.error:
-            continue  # said already
-        for name, state in sorted(wanted):
-            cell = block.cell(name, state)
-            if cell is None:
-                problems.append(f"block {block.index} ({block.arm}): {name} {state} was not measured")
-            elif not cell.valid():
-                reasons = "; ".join(dict.fromkeys(sample.why for sample in cell.samples)) or "no samples"
-                problems.append(f"block {block.index} ({block.arm}): {name} {state} has no valid sample: {reasons}")
+    for name, state in sorted(wanted):
+        cell = block.cell(name, state)
+        if cell is None:
+            problems.append(f"block {block.index} ({block.arm}): {name} {state} was not measured")
+        elif not cell.valid():
+            reasons = "; ".join(dict.fromkeys(sample.why for sample in cell.samples)) or "no samples"
+            problems.append(f"block {block.index} ({block.arm}): {name} {state} has no valid sample: {reasons}")
     return problems
 
 
-def _process_problems(evidence: Evidence, block: Block) -> list[str]:
+def _foreign_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
+    """Another client's request takes time from ours, also between two samples."""
+    return [f"block {block.index} ({block.arm}): {text}" for text in (block.bench.foreign if block.bench else [])]
+
+
+def _process_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
     problems = []
-    for rank, planned in sorted(evidence.planned(block).processes.items()):
+    for rank, planned in sorted(arm.processes.items()):
         record = block.ranks.get(rank)
         for kind, process in (("worker", planned.worker), ("head", planned.head)):
             if process is None:
@@ -116,33 +150,56 @@ def _argv_difference(planned: Sequence[str], actual: Sequence[str]) -> str:
     return "the command line " + " and ".join(parts) + ", unlike the plan"
 
 
-def _build_problems(evidence: Evidence) -> list[str]:
+def _build_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
+    """Every rank runs the planned build, and the same file of it."""
     problems = []
-    for arm, blocks in ((evidence.baseline, evidence.baseline_blocks), (evidence.arm, evidence.blocks)):
-        ids: dict[str, list[str]] = {}
-        hashes: dict[str, dict[str, list[str]]] = {}
-        for block in blocks:
-            for rank, name, unit in block.units():
-                if not name.endswith(f"@{block.slug}.service") or "-memory@" in name:
-                    continue
-                ids.setdefault(unit.build_id or "", []).append(rank)
-                if unit.exe and unit.exe_sha256:
-                    program = PurePosixPath(unit.exe).name
-                    hashes.setdefault(program, {}).setdefault(unit.exe_sha256, []).append(rank)
-        for build_id, ranks in sorted(ids.items()):
-            if not build_id.startswith(arm.build_key):
-                shown, where = build_id or "an unknown build", ", ".join(sorted(set(ranks)))
-                problems.append(f"{arm.name} ran {shown} on {where}, planned was {arm.build_key}")
-        if len(ids) > 1:
-            problems.append(f"{arm.name} ran more than one build: {', '.join(sorted(ids))}")
-        for program, by_hash in sorted(hashes.items()):
-            if len(by_hash) > 1:
-                shown = "; ".join(f"{digest[:12]} on {', '.join(sorted(set(r)))}" for digest, r in by_hash.items())
-                problems.append(f"{arm.name}: {program} is not the same file on every rank: {shown}")
+    builds, hashes = _builds_of(block)
+    for build_id, ranks in sorted(builds.items()):
+        if not build_id.startswith(arm.build_key):
+            shown, where = build_id or "an unknown build", ", ".join(ranks)
+            problems.append(f"{arm.name} ran {shown} on {where}, planned was {arm.build_key}")
+    for program, by_hash in sorted(hashes.items()):
+        if len(by_hash) > 1:
+            shown = "; ".join(f"{digest[:12]} on {', '.join(ranks)}" for digest, ranks in by_hash.items())
+            problems.append(f"{arm.name}: {program} is not the same file on every rank: {shown}")
     return problems
 
 
-def _memory_problems(block: Block, arm: PlannedArm) -> list[str]:
+def _build_differences(evidence: Evidence) -> list[str]:
+    """One build and one file of each program, over all blocks of an arm."""
+    problems = []
+    for arm, blocks in ((evidence.baseline, evidence.baseline_blocks), (evidence.arm, evidence.blocks)):
+        ids: set[str] = set()
+        files: dict[str, set[str]] = {}
+        for block in blocks:
+            builds, hashes = _builds_of(block)
+            ids |= builds.keys()
+            for program, by_hash in hashes.items():
+                files.setdefault(program, set()).update(by_hash)
+        if len(ids) > 1:
+            problems.append(f"{arm.name} ran more than one build: {', '.join(sorted(ids))}")
+        for program, found in sorted(files.items()):
+            if len(found) > 1:
+                shown = ", ".join(sorted(digest[:12] for digest in found))
+                problems.append(f"{arm.name}: {program} is not the same file in every block: {shown}")
+    return problems
+
+
+def _builds_of(block: Block) -> tuple[dict[str, list[str]], dict[str, dict[str, list[str]]]]:
+    """(build id -> ranks, program -> sha256 -> ranks) of the arm's own units."""
+    ids: dict[str, list[str]] = {}
+    hashes: dict[str, dict[str, list[str]]] = {}
+    for rank, name, unit in block.units():
+        if not name.endswith(f"@{block.slug}.service") or "-memory@" in name:
+            continue
+        ids.setdefault(unit.build_id or "", []).append(rank)
+        if unit.exe and unit.exe_sha256:
+            program = PurePosixPath(unit.exe).name
+            hashes.setdefault(program, {}).setdefault(unit.exe_sha256, []).append(rank)
+    return ids, hashes
+
+
+def _memory_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
     problems = []
     for rank in sorted(arm.processes):
         record = block.ranks.get(rank)
@@ -152,11 +209,37 @@ def _memory_problems(block: Block, arm: PlannedArm) -> list[str]:
     return problems
 
 
-def _transport_problems(evidence: Evidence, blocks: Sequence[Block]) -> list[str]:
-    if evidence.plan.transport.require == "tcp":
+def _floor_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
+    """The baseline below the floor spoils its block; a candidate there is harm, which a gate says."""
+    if arm.name != plan.arms[0].name:
         return []
-    return [
-        f"block {block.index} ({block.arm}): the logs do not prove RDMA on every connection"
-        for block in blocks
-        if block.observations.rdma_activated is not True
-    ]
+    problems = []
+    for rank, planned in sorted(arm.processes.items()):
+        memory = block.ranks[rank].memory if rank in block.ranks else None
+        lowest = memory.min_available_mib if memory else None
+        if lowest is not None and planned.guard_mib and lowest < planned.guard_mib:
+            text = f"{rank} had {lowest} MiB available at its lowest, the floor is {planned.guard_mib} MiB"
+            problems.append(f"block {block.index} ({block.arm}): {text}")
+    return problems
+
+
+def _health_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
+    return health_problems(block)
+
+
+def _moment(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+# A check a line, in the order in which a reader wants to be told.
+BLOCK_CHECKS: Mapping[str, BlockCheck] = {
+    "blocks": _measured_problems,
+    "samples": _sample_problems,
+    "alone": _foreign_problems,
+    "as planned": _process_problems,
+    "build": _build_problems,
+    "memory known": _memory_problems,
+    "floor": _floor_problems,
+    "transport": transport_problems,
+    "health": _health_problems,
+}

@@ -30,7 +30,9 @@ class Check(_Said):
 class Comparison(_Said):
     """One cell of the arm against the baseline's: means over the blocks of complete pairs, and their ratio.
 
-    unit: ``t/s`` (more is better) or ``ms`` (less is better). low, high: the 95 % interval of the ratio.
+    unit: ``t/s`` (more is better) or ``ms`` (less is better). low, high: the 95 % interval of the ratio (Student's,
+    which decides); bootstrap_low, bootstrap_high: the bootstrap's, for comparison. threshold: what the lower bound must
+    be above, where a gate judges the cell; p_value: of the exact sign-flip test against it.
     """
 
     cell: str
@@ -45,6 +47,10 @@ class Comparison(_Said):
     pairs: int = 0
     spread: float | None = None
     p_value: float | None = None
+    bootstrap_low: float | None = None
+    bootstrap_high: float | None = None
+    threshold: float | None = None
+    differences: list[float] = Field(default_factory=list, description="ln(arm / baseline) of each pair, in order")
     pairs_needed: int | None = None
     baseline_samples: int = 0
     arm_samples: int = 0
@@ -52,7 +58,8 @@ class Comparison(_Said):
 
 
 class GateResult(_Said):
-    """A gate with its numbers. ``implied`` gates hold for every row: the memory floor, warm speed, unchanged text."""
+    """A gate with its numbers. ``implied`` gates hold for every row: the memory floor, the speed of every other cold or
+    warm cell, unchanged text."""
 
     name: str
     require: str
@@ -91,6 +98,7 @@ class ArmVerdict(_Said):
     outcome: Outcome
     reasons: list[str]
     pairs: int
+    alpha: float = 0.05
     checks: list[Check]
     gates: list[GateResult]
     cells: list[Comparison]
@@ -107,5 +115,7 @@ class Verdict(_Said):
     reason: str
     best_arm: str | None
     pairs: int
+    looks: list[int] = Field(default_factory=list)
+    delta: float = 0.02
     arms: list[ArmVerdict]
     findings: list[Seen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +12,7 @@ from k3deploy.plan.model import Bench, Block, Cell, PlanError, PlannedArm
 
 SEED = 7
 REPEATS = 2
+MAX_REPEATS = 2  # how often a void block is measured again
 DEADLINE_S = 1800  # for the cells of one block
 COLD = ("pp256", "pp512", "pp1024", "pp2048", "pp4096", "tg100")
 WARM = ("pp2048", "pp4096")
@@ -19,10 +21,34 @@ DECODE_PROMPT = 16
 PROBES = {"shifted_prefix": "shifted_prefix", "graphs_reused": "graphs"}
 
 
-def order_blocks(arms: Sequence[PlannedArm], pairs: int) -> list[Block]:
-    """Baseline and arms beside each other; every second round runs backwards, so that a drift cancels."""
-    rounds = [arms if pair % 2 == 0 else list(reversed(arms)) for pair in range(pairs)]
-    order = [(pair, arm) for pair, one_round in enumerate(rounds) for arm in one_round]
+def rounds(arms: int, pairs: int, seed: int) -> list[list[int]]:
+    """The arms (as numbers, 0 is the baseline) of each round in the order in which they run: random, and balanced.
+
+    Rounds are drawn in twos, a random order and its reverse. So after every second round each two arms have been in
+    either order equally often, and over a run each arm is first equally often, up to one.
+    """
+    source = random.Random(seed)
+    first = [0] * arms
+    order: list[list[int]] = []
+    while len(order) < pairs:
+        drawn = source.sample(range(arms), arms)
+        drawn.sort(key=lambda arm: first[arm])
+        # Whoever was first least often is first of one of the two, and the next such of the other.
+        one = [drawn[0], *source.sample(drawn[2:], arms - 2), drawn[1]]
+        two = [one, one[::-1]]
+        if len(order) + 2 <= pairs:
+            source.shuffle(two)
+        for entry in two[: pairs - len(order)]:
+            first[entry[0]] += 1
+            order.append(entry)
+    return order
+
+
+def order_blocks(arms: Sequence[PlannedArm], pairs: int, seed: int) -> list[Block]:
+    """One block an arm and round, the blocks of a round beside each other."""
+    order = [
+        (pair, arms[number]) for pair, one_round in enumerate(rounds(len(arms), pairs, seed)) for number in one_round
+    ]
     return [Block(index=index, pair=pair, arm=arm.name, slug=arm.slug) for index, (pair, arm) in enumerate(order)]
 
 

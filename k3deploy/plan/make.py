@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from k3deploy import stats
 from k3deploy.inventory import BuildSpec, Cluster
+from k3deploy.judge import DELTA
 from k3deploy.matrix import BASELINE, Finding, Matrix
 from k3deploy.plan.arms import ArmPlanner
-from k3deploy.plan.blocks import REPEATS, bench_request, evidence_of, order_blocks
-from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, RowSummary
+from k3deploy.plan.blocks import REPEATS, SEED, bench_request, evidence_of, order_blocks
+from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, PlannedRule, RowSummary
 from k3deploy.plan.parity import parity_request
 from k3deploy.plan.sidecar import read_facts, with_sidecar
 from k3deploy.settings import render
@@ -26,12 +28,17 @@ def make_plan(
     pairs: int = 1,
     cells: Sequence[str] | None = None,
     repeats: int = REPEATS,
+    delta: float = DELTA,
+    seed: int = SEED,
+    no_accept: str = "",
     model_facts: ModelFacts | None = None,
 ) -> Plan:
     """Resolve ``candidate`` on ``cluster``.
 
     pairs: how often baseline and arms are measured beside each other. cells: names such as ``pp2048`` to measure
-    instead of all. model_facts: facts of the model, instead of those that the inventory or the model's file give.
+    instead of all. delta: the smallest gain that is worth a change. seed: of the order of the blocks. no_accept: why
+    this run cannot end in ACCEPT, if so. model_facts: facts of the model, instead of those that the inventory or the
+    model's file give.
 
     Raises ``CandidateError`` (unknown or impossible candidate), ``PlanError`` (not possible on this cluster) and
     ``InputError`` (the model's sidecar or facts are wrong).
@@ -63,7 +70,8 @@ def make_plan(
         ],
         notes=[*planner.notes, *_notes(matrix, cluster, facts, arms[0])],
         builds=builds,
-        blocks=order_blocks(arms, pairs),
+        blocks=order_blocks(arms, pairs, seed),
+        rule=PlannedRule(delta=delta, looks=stats.looks(pairs, len(arms) - 1), seed=seed, no_accept=no_accept),
         parity=parity_request(cluster),
         bench=bench_request(resolved, model, arms, cells, repeats),
     )

@@ -130,6 +130,17 @@ class Bench(_Data):
     probes: list[str]
 
 
+class PlannedRule(_Data):
+    """What an ACCEPT takes, fixed before anything is measured. delta: the smallest worthwhile gain, as a share. looks:
+    after how many pairs an ACCEPT may be spoken. no_accept: why it may not be spoken at all, if so. seed: of the order.
+    """
+
+    delta: float
+    looks: list[int]
+    seed: int
+    no_accept: str = ""
+
+
 class Plan(_Data):
     """Everything that a run will do, as data. ``Plan.model_validate_json(plan.model_dump_json()) == plan``."""
 
@@ -149,6 +160,7 @@ class Plan(_Data):
     notes: list[str]
     builds: dict[str, dict[str, Any]]
     blocks: list[Block]
+    rule: PlannedRule
     bench: Bench
     parity: dict[str, Any] = Field(default_factory=dict, description="the harness' parity request, less the arm")
 

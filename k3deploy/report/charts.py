@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from k3deploy.facts import Facts
-from k3deploy.judge import NOT_INFERIOR, SUPERIOR, ArmVerdict
+from k3deploy.judge import DELTA, NOT_INFERIOR, ArmVerdict
 from k3deploy.report import words
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def ratio_chart(arm: ArmVerdict) -> str:
             range(len(rows)), [f"{c.cell} {c.state}  {words.percent(c.ratio)}" for c in reversed(rows)], color=_INK
         )
         axes.axvline(0, color=_FAINT, linewidth=1)
-        axes.axvline((SUPERIOR - 1) * 100, color=_GOOD, linewidth=1, linestyle="--")
+        axes.axvline(DELTA * 100, color=_GOOD, linewidth=1, linestyle="--")
         axes.axvline((NOT_INFERIOR - 1) * 100, color=_BAD, linewidth=1, linestyle="--")
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.margins(x=0.08)

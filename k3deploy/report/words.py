@@ -13,7 +13,7 @@ OUTCOME_WORDS = {
     "INVALID": "what was measured is not what was planned",
 }
 REQUIRE_WORDS = {
-    "faster": "faster by more than 2 %",
+    "faster": "faster",
     "not_slower": "not slower by more than 1 %",
     "identical": "identical text",
     "at_least": "at least",
@@ -26,7 +26,11 @@ CHECK_WORDS = {
     "harness": "one harness measured all blocks",
     "samples": "every judged cell has samples that count (no prefix hit where none may be, all tokens evaluated)",
     "as planned": "every process runs with the planned command line and environment",
+    "alone": "nobody else sent a request to the server while it was measured",
     "build": "every rank runs the planned build, the same file on all",
+    "one build": "all blocks of an arm ran one build",
+    "adjacent": "the blocks of each pair were measured beside each other",
+    "floor": "the baseline stayed above the memory floor",
     "memory known": "the lowest available memory of every rank was recorded",
     "transport": "the transport that the cluster requires is proven",
 }
@@ -71,6 +75,9 @@ def metric(found: Comparison) -> str:
 def requirement(gate: GateResult) -> str:
     """What the gate asks for, with its limit."""
     words = REQUIRE_WORDS.get(gate.require, gate.require)
+    threshold = gate.comparisons[0].threshold if gate.comparisons else None
+    if gate.require == "faster" and threshold:
+        words += f" by more than {percent(threshold).lstrip('+')}"
     return f"{words} {plain(gate.limit)}" if gate.limit is not None else words
 
 

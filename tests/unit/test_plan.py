@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3deploy.errors import InputError, K3Error
-from k3deploy.inventory import BuildSpec, Cluster, Model, Production, Rank, Source, Transport
+from k3deploy.inventory import BuildSpec, Cluster, Model, Parity, Production, Rank, Source, Transport
 from k3deploy.matrix import CandidateError, Matrix
 from k3deploy.memory import ModelFacts, model_facts_from_mapping
 from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
+from k3deploy.plan.blocks import rounds
 
 MATRIX = Matrix.load(Path(__file__).parents[2] / "inventory" / "matrix")
 CPU_BUILD = BuildSpec.model_validate(
@@ -58,6 +60,7 @@ def cluster(*, cpu: bool = True, **changes: Any) -> Cluster:
         "build": "default",
         "candidate_head_port": 8081,
         "transport": Transport(),
+        "parity": Parity(suites=str(MATRIX.directory.parent / "suites")),
         "production": Production(
             head_unit="llama.service", worker_unit="rpc.service", head_url="http://10.0.0.1:8080", worker_port=50052
         ),
@@ -242,15 +245,33 @@ def test_cells_can_be_chosen_but_not_those_that_gates_need_left_out() -> None:
         plan("U2", cells=["pp99"])
 
 
-def test_rounds_run_baseline_and_arms_side_by_side_and_turn_around() -> None:
+def test_rounds_run_baseline_and_arms_beside_each_other() -> None:
     blocks = plan("U2", pairs=3).blocks
-    assert [block.arm for block in blocks] == [
-        *("baseline", "U2@2048", "U2@3072"),
-        *("U2@3072", "U2@2048", "baseline"),
-        *("baseline", "U2@2048", "U2@3072"),
-    ]
     assert [block.pair for block in blocks] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [block.index for block in blocks] == list(range(9))
+    for pair in range(3):
+        assert {block.arm for block in blocks if block.pair == pair} == {"baseline", "U2@2048", "U2@3072"}
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 1 << 31))
+def test_the_order_is_balanced_and_the_seed_alone_decides_it(arms: int, pairs: int, seed: int) -> None:
+    order = rounds(arms, pairs, seed)
+    assert order == rounds(arms, pairs, seed)
+    firsts = [sum(entry[0] == arm for entry in order) for arm in range(arms)]
+    assert max(firsts) - min(firsts) <= 1
+    for one, other in itertools.combinations(range(arms), 2):
+        before = sum(entry.index(one) < entry.index(other) for entry in order)
+        assert abs(2 * before - pairs) <= 1
+
+
+def test_the_order_is_random_and_not_the_same_for_every_seed() -> None:
+    assert {tuple(rounds(2, 2, seed)[0]) for seed in range(20)} == {(0, 1), (1, 0)}
+
+
+def test_the_plan_records_its_rule_before_anything_is_measured() -> None:
+    rule = plan("U9", pairs=8, delta=0.05, seed=3).rule
+    assert (rule.delta, rule.looks, rule.seed, rule.no_accept) == (0.05, [6, 8], 3, "")
+    assert plan("U2", pairs=8).rule.looks == [8]  # two arms share what may be spent: six pairs cannot reach it
 
 
 @pytest.mark.parametrize(

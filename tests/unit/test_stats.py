@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3deploy import stats
@@ -55,6 +56,7 @@ def test_a_block_is_its_median_and_not_its_luckiest_request() -> None:
     assert stats.median_log([0.0, -3.0, math.inf]) is None
 
 
+@settings(max_examples=40)
 @given(differences)
 def test_the_interval_holds_the_ratio(values: list[float]) -> None:
     found = stats.estimate(values)
@@ -63,6 +65,7 @@ def test_the_interval_holds_the_ratio(values: list[float]) -> None:
         assert found.low <= found.ratio * (1 + 1e-9) and found.ratio <= found.high * (1 + 1e-9)
 
 
+@settings(max_examples=40)
 @given(differences)
 def test_swapping_the_arms_mirrors_the_estimate(values: list[float]) -> None:
     one, other = stats.estimate(values), stats.estimate([-value for value in values])
@@ -70,3 +73,72 @@ def test_swapping_the_arms_mirrors_the_estimate(values: list[float]) -> None:
     assert one.ratio * other.ratio == pytest.approx(1.0)
     if one.low is not None and other.high is not None:
         assert one.low * other.high == pytest.approx(1.0, rel=1e-6)
+
+
+# --- looks and the exact test ---
+
+
+@pytest.mark.parametrize(("pairs", "looks"), [(1, [1]), (5, [5]), (8, [6, 8]), (12, [9, 12]), (16, [8, 12, 16])])
+def test_looks_are_where_the_exact_test_can_reach_what_may_be_spent(pairs: int, looks: list[int]) -> None:
+    assert stats.looks(pairs) == looks
+    assert all(0.5**look <= stats.spent(look / pairs) for look in looks if pairs >= stats.MIN_PAIRS)
+
+
+def test_several_arms_need_more_pairs() -> None:
+    assert [stats.least_pairs(arms) for arms in (1, 2, 3, 4)] == [5, 6, 6, 7]
+
+
+def test_all_of_alpha_is_spent_at_the_end_and_little_early() -> None:
+    assert stats.spent(1.0) == stats.ALPHA
+    assert stats.spent(0.5) < 0.01 < stats.spent(0.75) < 0.03
+
+
+@pytest.mark.parametrize("pairs", [5, 6, 8, 10])
+def test_a_single_look_is_the_sign_flip_test_of_scipy(pairs: int) -> None:
+    values = np.random.default_rng(4).normal(0.6, 1.0, (60, pairs))
+    passed = stats.sign_flip_passes(values, 0.0, [pairs])
+    assert passed.any() and not passed.all()
+    assert [bool(one) for one in passed] == [stats.sign_flip(list(row)) <= stats.ALPHA for row in values]
+
+
+def test_equal_differences_pass_only_where_no_tie_hides_them() -> None:
+    assert stats.sign_flip_passes(np.full((1, 8), 0.05), 0.0, [8]).all()
+    assert not stats.sign_flip_passes(np.zeros((1, 8)), 0.0, [8]).any()
+
+
+@pytest.mark.parametrize("pairs", [8, 10])
+def test_all_looks_together_pass_no_more_than_alpha_where_there_is_nothing(pairs: int) -> None:
+    values = np.random.default_rng(3).standard_t(3, (4000, pairs))  # heavy tails, no difference
+    looks = stats.looks(pairs)
+    passed = np.zeros(len(values), dtype=bool)
+    for look in looks:
+        passed |= stats.sign_flip_passes(values[:, :look], 0.0, looks)
+    assert 0.03 < passed.mean() <= 0.055
+
+
+def test_between_looks_nothing_passes_and_a_pass_is_not_taken_back() -> None:
+    values = np.array([[0.05, 0.04, 0.06, 0.05, 0.05, 0.04, -0.5, -0.5]])
+    assert [bool(stats.sign_flip_passes(values[:, :n], 0.0, [6, 8])[0]) for n in (5, 6, 7, 8)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_holm_divides_by_rank() -> None:
+    assert stats.holm([0.03, 0.001, 0.01]) == pytest.approx([0.05, 0.05 / 3, 0.025])
+
+
+def test_the_bootstrap_is_shown_beside_and_is_the_narrower_one_with_few_pairs() -> None:
+    found = stats.estimate([0.05, 0.03, 0.06, 0.04, 0.055])
+    assert found and found.bootstrap and found.low and found.high
+    assert found.low < found.bootstrap[0] < found.ratio < found.bootstrap[1] < found.high
+
+
+@pytest.mark.parametrize("pairs", [5, 8, 12])
+def test_what_a_plan_says_it_detects_it_detects(pairs: int) -> None:
+    margin, spread = math.log(1.02), 0.01
+    truth = stats.detects(pairs, spread, margin)
+    values = np.random.default_rng(2).normal(truth, spread, (20_000, pairs))
+    assert 0.87 < float((stats.interval(values)[0] > margin).mean()) < 0.93
