@@ -185,9 +185,31 @@ class Model(_Data):
 
 
 class Transport(_Data):
-    """What carries the RPC traffic on this cluster."""
+    """What carries the RPC traffic on this cluster, and the least that a link must move where it is measured."""
 
     require: Literal["tcp", "rdma"] = "tcp"
+    bandwidth_floor_gbps: Annotated[int, Field(ge=1)] | None = None
+    bandwidth_seconds: Annotated[int, Field(ge=1, le=30)] = 2
+
+    @model_validator(mode="after")
+    def _floor_needs_rdma(self) -> Transport:
+        if self.bandwidth_floor_gbps is not None and self.require != "rdma":
+            raise ValueError("bandwidth_floor_gbps goes with require: rdma")
+        return self
+
+
+class Parity(_Data):
+    """How closely the arms' outputs are compared.
+
+    suites: folder on the controller with short.jsonl, natural.jsonl and long-prefix.jsonl. every: the exact-output test looks at
+    every n-th of its 256 positions, each a prompt of its own. n_probs: likeliest tokens compared at a position. n_predict: tokens
+    of a suite's greedy continuations.
+    """
+
+    suites: PlainText = "../suites"
+    every: Annotated[int, Field(ge=1, le=256)] = 1
+    n_probs: Annotated[int, Field(ge=1, le=100)] = 10
+    n_predict: Annotated[int, Field(ge=1, le=1024)] = 32
 
 
 class Production(_Data):
@@ -201,6 +223,8 @@ class Production(_Data):
     unit_files: list[AbsolutePath] = Field(default_factory=list)
     drain_timeout_s: Seconds = 300
     start_timeout_s: Seconds = 1800
+    managed: bool = Field(default=False, description="may promote.yml and demote.yml write production's drop-ins?")
+    root: PlainPath | None = None
 
 
 class _ClusterVariables(_Data):
@@ -214,6 +238,7 @@ class _ClusterVariables(_Data):
     k3_build: BuildName = "default"
     k3_candidate_head_port: Port
     k3_transport: Transport = Field(default_factory=Transport)
+    k3_parity: Parity = Field(default_factory=Parity)
     k3_production: Production
     k3_scale: Settings = Field(default_factory=Settings)
     k3_settings: Settings = Field(default_factory=Settings)
@@ -231,6 +256,46 @@ class _RankVariables(_Data):
     k3_cpus: Annotated[int, Field(ge=1)] | None = None
     k3_local_worker: bool = False
 
+    @model_validator(mode="after")
+    def _gid_needs_device(self) -> _RankVariables:
+        if self.k3_rdma_gid is not None and self.k3_rdma_device is None:
+            raise ValueError("k3_rdma_gid needs k3_rdma_device: an index means nothing without its device")
+        return self
+
+
+class Band(_Data):
+    """What is healthy of something that is measured; outside it a block is void."""
+
+    min: float | None = None
+    max: float | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Band:
+        if self.min is None and self.max is None:
+            raise ValueError("must give min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+        return self
+
+
+class Bands(_Data):
+    """Bands of what a rank's health reading measures, by name."""
+
+    sm_clock_mhz: Band | None = None
+    gemv_gb_s: Band | None = None
+    copy_gb_s: Band | None = None
+    temperature_c: Band | None = None
+    power_w: Band | None = None
+    cpu_copy_gb_s: Band | None = None
+    cpu_hash_mb_s: Band | None = None
+
+
+class Health(_Data):
+    """How a rank's health is probed and what is healthy there."""
+
+    probe_s: Annotated[float, Field(ge=0, le=2)] = 0.3
+    bands: Bands = Field(default_factory=Bands)
+
 
 class _RoleVariables(_Data):
     """What roles alone read of a rank; the plan has no use for it, but it must be right."""
@@ -238,6 +303,7 @@ class _RoleVariables(_Data):
     k3_devices: list[DeviceName] = Field(default_factory=list)
     k3_user_groups: list[Identifier] = Field(default_factory=list)
     k3_ccache_dir: PlainPath | Literal[""] = ""
+    k3_health: Health = Field(default_factory=Health)
 
 
 ROLE_VARIABLES = frozenset(_RoleVariables.model_fields)
@@ -279,6 +345,7 @@ class Cluster(_Data):
     build: str
     candidate_head_port: int
     transport: Transport
+    parity: Parity
     production: Production
     scale: dict[str, Any]
     settings: dict[str, Any]
@@ -492,6 +559,9 @@ class _Reader:
             build=variables.k3_build,
             candidate_head_port=variables.k3_candidate_head_port,
             transport=variables.k3_transport,
+            parity=variables.k3_parity.model_copy(
+                update={"suites": str(_controller_path(variables.k3_parity.suites, base))}
+            ),
             production=variables.k3_production,
             scale=variables.k3_scale.values(),
             settings=variables.k3_settings.values(),

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from k3deploy.commands.options import CONTEXT, console, inventory_option, json_option, print_json, warn
+from k3deploy.commands.window import stale, words
 from k3deploy.errors import ExitCode, K3Error
 
 EPILOG = """\b
@@ -26,7 +27,7 @@ Reads only, and never connects to a worker: an RPC server serves one client at a
 def status(inventory: Path, as_json: bool) -> int:
     """Show ranks, production, candidate units and the maintenance window.
 
-    Exit code 1 when a rank cannot be read or production does not answer outside a window.
+    Exit code 1 when a rank cannot be read, production does not answer outside a window, or a window is past its end.
     """
     report = gather(inventory)
     if as_json:
@@ -35,24 +36,32 @@ def status(inventory: Path, as_json: bool) -> int:
         _print(report)
     for host, problem in report["problems"].items():
         warn(f"{host}: {problem}", "red")
-    healthy = not report["problems"] and (report["production"]["answers"] is not False or bool(report["window"]))
+    healthy = (
+        not report["problems"]
+        and not stale(report["window"])
+        and (report["production"]["answers"] is not False or bool(report["window"]))
+    )
     return int(ExitCode.OK if healthy else ExitCode.FAILED)
 
 
 def gather(inventory: Path) -> dict[str, Any]:
     """Read every rank in one playbook run.
 
-    Returns ``{ranks: {host: rank_state}, problems: {host: why not read}, production: {answers, units}, window}``.
+    Returns ``{ranks: {host: rank_state}, problems: {host: why not read}, production: {answers, units}, fabric: {host:
+    its RDMA device and GID, or why none}, window}``.
     """
     from k3deploy.runner import run_playbook
 
     ranks: dict[str, dict[str, Any]] = {}
+    fabric: dict[str, dict[str, Any]] = {}
 
     def collect(event: dict[str, Any]) -> None:
         data = event.get("event_data") or {}
         result = data.get("res")
         if isinstance(result, Mapping) and isinstance(result.get("state"), Mapping):
             ranks[str(data["host"])] = dict(result["state"])
+        if isinstance(result, Mapping) and isinstance(result.get("link"), Mapping):
+            fabric[str(data["host"])] = dict(result["link"]["resolved"])
 
     result = run_playbook("status", [inventory], {}, collect)
     problems = {failure.host: failure.message for failure in (*result.unreachable, *result.failures)}
@@ -62,6 +71,7 @@ def gather(inventory: Path) -> dict[str, Any]:
         "ranks": dict(sorted(ranks.items())),
         "problems": problems,
         "production": production(ranks),
+        "fabric": dict(sorted(fabric.items())),
         "window": next((state["window"] for state in ranks.values() if state.get("window")), None),
     }
 
@@ -76,6 +86,17 @@ def production(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if "head" in seen:
             answers = seen["head"].get("status") == 200
     return {"answers": answers, "units": units}
+
+
+def fabric_lines(fabric: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which RDMA device each rank's fabric address has now, or plainly that RPC can only run over TCP."""
+    if fabric and all(found.get("device") is None for found in fabric.values()):
+        why = dict.fromkeys(problem for found in fabric.values() for problem in found.get("problems") or [])
+        return [f"transport: TCP; {next(iter(why), 'no RDMA device was found')}"]
+    return [
+        f"transport of {host}: {found.get('why') or '; '.join(found.get('problems') or [])}"
+        for host, found in fabric.items()
+    ]
 
 
 def candidate_units(state: Mapping[str, Any]) -> list[str]:
@@ -109,9 +130,6 @@ def _print(report: Mapping[str, Any]) -> None:
     out.print(table)
     answers = {True: "answers", False: "does not answer", None: "was not asked (no head was read)"}
     out.print(Text(f"production {answers[report['production']['answers']]}"))
-    window = report["window"]
-    if window:
-        who = f"{window.get('owner') or 'someone'} for {window.get('run_id') or 'a run'}"
-        out.print(Text(f"maintenance window: open, taken by {who} ({window.get('reason') or 'no reason given'})"))
-    else:
-        out.print(Text("maintenance window: closed"))
+    for line in fabric_lines(report["fabric"]):
+        out.print(Text(line))
+    out.print(Text(words(report["window"])))

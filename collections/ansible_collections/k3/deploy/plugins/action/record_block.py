@@ -96,6 +96,7 @@ class ActionModule(ActionBase):
                 **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
                 **{key: arguments.get(key) for key in ("load_seconds", "void")},
                 "bench": arguments.get("bench") or {},
+                "transport": arguments.get("transport"),
                 "ranks": ranks,
             }
             folder = "blocks" if not arguments.get("void") else "void"

@@ -101,11 +101,11 @@ def _process_problems(unit, name, wanted, slug, root, build_id):
     return problems
 
 
-def prove_problems(state, processes, arm, build_id, root):
+def prove_problems(state, processes, arm, build_id, root, resolved=None):
     """Whether what runs on a rank is what was planned: argv, environment, build, and who holds each endpoint.
 
     state: k3.deploy.rank_state while the arm runs. processes: this rank's planned processes of the arm. build_id: the head's, which every rank
-    must share: the protocol itself does not notice a worker of another build. Returns sentences.
+    must share: the protocol itself does not notice a worker of another build. resolved: variables found at launch. Returns sentences.
     """
     slug = arm["slug"]
     problems = []
@@ -115,6 +115,7 @@ def prove_problems(state, processes, arm, build_id, root):
         wanted = processes.get(kind)
         if not wanted:
             continue
+        wanted = {**wanted, "environment": {**wanted.get("environment", {}), **(resolved or {})}}
         name = f"k3-candidate-{kind}@{slug}.service"
         unit = state["units"].get(name)
         problems += _process_problems(unit, name, wanted, slug, root, build_id)

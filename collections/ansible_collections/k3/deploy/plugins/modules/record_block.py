@@ -39,6 +39,9 @@ options:
   health_bands:
     description: What is healthy, by what is measured; each a C(min), a C(max) or both.
     type: dict
+  transport:
+    description: What carried each RPC connection (the filter P(k3.deploy.transport_block#filter)).
+    type: dict
   void:
     description: Why the block does not count.
     type: str

@@ -1,0 +1,125 @@
+"""Filters on the ranks' links: what forbids a launch, and what carried the connections of a block."""
+
+from __future__ import annotations
+
+from ansible_collections.k3.deploy.plugins.module_utils import rdma_causes, rdma_proof
+
+_PACKAGES = {"rdma": "iproute2", "ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest"}
+
+
+def transport_seen(variables, slug):
+    """What one rank's variables hold of its transport: {is_head, listen, memlock, launch, ready, end (links, or None)}."""
+    processes = variables["k3_run_processes"][slug]
+    found = {name: (variables.get(f"block_{name}") or {}).get("link") for name in ("launch", "ready", "end")}
+    worker, head = processes.get("worker"), processes.get("head")
+    limits = {kind: process.get("memlock_bytes") or 0 for kind, process in (("worker", worker), ("head", head)) if process}
+    return {"is_head": bool(head), "listen": worker["listen"] if worker else None, "memlock": limits, **found}
+
+
+def transport_launch_problems(seen, transport):
+    """What forbids to start an arm: ranks of different builds, and, where RDMA is needed, what would keep it from coming about.
+
+    seen: {rank: transport_seen}. transport: the arm's {rdma, require, chunk_bytes, rx_depth}. Returns sentences.
+    """
+    builds = {}
+    for name, rank in sorted(seen.items()):
+        builds.setdefault(rank["launch"]["build_id"] or "none", []).append(name)
+    problems = []
+    if len(builds) > 1:
+        shown = "; ".join(f"{build} on {', '.join(names)}" for build, names in sorted(builds.items()))
+        problems.append(f"the ranks have different builds, whose transports need not fit: {shown}: install one on all of them")
+    if transport["rdma"] == "off" or (transport["rdma"] == "auto" and transport["require"] != "rdma"):
+        return problems
+    return problems + _link_problems(seen) + _memlock_problems(seen, transport)
+
+
+def _link_problems(seen):
+    """Ranks without a device of their address, an account that may not use it, and interfaces whose MTUs differ."""
+    problems, mtus = [], {}
+    for name, rank in sorted(seen.items()):
+        link = rank["launch"]
+        problems += [f"{name}: {problem}" for problem in link["resolved"]["problems"]]
+        if (link.get("verbs") or {}).get("accessible") is False:
+            problems.append(f"{name}: the service's account may not open /dev/infiniband/uverbs*: give it a group in k3_user_groups or a udev rule")
+        if link["resolved"]["mtu"]:
+            mtus.setdefault(link["resolved"]["mtu"], []).append(name)
+    if len(mtus) > 1:
+        shown = "; ".join(f"{mtu} on {', '.join(names)}" for mtu, names in sorted(mtus.items()))
+        problems.append(f"the fabric's interfaces have different MTUs: {shown}: set one on all of them (firmware can reset it to 1500)")
+    return problems
+
+
+def link_problems(link):
+    """What one rank lacks for RDMA, before anything of production is touched: programs, a device of its address, access to it."""
+    problems = [f"{name} is not installed: it comes with {_PACKAGES[name]}" for name, path in sorted(link["tools"].items()) if not path]
+    problems += link["resolved"]["problems"]
+    if not link["verbs"]["nodes"]:
+        problems.append("there is no /dev/infiniband/uverbs*: load ib_uverbs")
+    elif link["verbs"]["accessible"] is False:
+        problems.append("the service's account may not open /dev/infiniband/uverbs*: give it a group in k3_user_groups or a udev rule")
+    return problems
+
+
+def _memlock_problems(seen, transport):
+    """Units whose limit of locked memory is below what their connections pin; a limit of 0 is none."""
+    connections = sum(bool(rank["listen"]) for rank in seen.values())
+    problems = []
+    for name, rank in sorted(seen.items()):
+        for kind, limit in sorted(rank["memlock"].items()):
+            count = connections if kind == "head" else 1
+            needed = rdma_causes.memlock_needed(transport, count)
+            if limit and limit < needed:
+                text = f"{needed / rdma_causes.MIB:g} MiB for {count} connections, its unit may lock {limit / rdma_causes.MIB:g} MiB"
+                problems.append(f"{name}: the {kind} pins {text}: raise memlock_mib")
+    return problems
+
+
+def _tokens(bench):
+    """Tokens that a harness' result evaluated for certain: those of its samples."""
+    cells = (bench or {}).get("cells") or []
+    return sum((sample.get("prompt_n") or 0) + (sample.get("predicted_n") or 0) for cell in cells for sample in cell.get("samples") or [])
+
+
+def _between(seen, earlier, later):
+    return {name: {**rank, "before": rank[earlier], "after": rank[later]} for name, rank in seen.items()}
+
+
+def transport_start(seen, transport):
+    """The proof after the head is ready: loading the model is the traffic."""
+    return rdma_proof.prove({**transport, "workload_bytes": 0}, _between(seen, "launch", "ready"))
+
+
+def transport_block(seen, transport, bench):
+    """The proof of a whole block for its record, with that of its start, what was resolved at launch, and queue pairs that changed."""
+    start = transport_start(seen, transport)
+    workload = _tokens(bench) * (transport.get("token_bytes") or 0)
+    end = rdma_proof.prove({**transport, "workload_bytes": workload}, _between(seen, "ready", "end"))
+    return {
+        **end,
+        "rdma": transport["rdma"],
+        "workload_bytes": workload,
+        "start": {key: start[key] for key in ("transport", "connections", "problems")},
+        "reconnected": rdma_proof.persistence(start, end),
+        "resolved": {name: rank["launch"]["resolved"] for name, rank in sorted(seen.items())},
+    }
+
+
+def pinned_environment(link, transport):
+    """The variables that a pinned arm's processes must run with on this rank."""
+    if transport["rdma"] != "pinned":
+        return {}
+    return {"GGML_RDMA_DEV": str(link["resolved"]["device"]), "GGML_RDMA_GID": str(link["resolved"]["gid"])}
+
+
+class FilterModule:
+    """Registers the filters."""
+
+    def filters(self):
+        return {
+            "link_problems": link_problems,
+            "transport_seen": transport_seen,
+            "transport_launch_problems": transport_launch_problems,
+            "transport_start": transport_start,
+            "transport_block": transport_block,
+            "pinned_environment": pinned_environment,
+        }

@@ -1,0 +1,59 @@
+"""What carried the RPC connections: what of it makes a block void, and what a reader is told.
+
+The proof itself is the collection's (both ends' log lines, queue pairs, counters, sockets); here its result is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from k3deploy.facts import Block, TransportProof
+from k3deploy.judge.planned import PlannedArm, PlanView
+from k3deploy.judge.verdict import Seen
+
+# An observation that only a build with timing lines has, and what it takes to have it.
+_TIMED = (
+    "it takes workers that time their commands: patch set u8-rpc-timing in the build of every arm, and "
+    "GGML_RPC_TIMING: '1' in k3_settings.environment"
+)
+TAKES = {"rpc_p99": _TIMED, "worker_link_idle": _TIMED}
+
+
+def transport_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
+    """Why a block is void for its transport. A candidate's broken transfers are a gate's where a row judges them."""
+    lead = f"block {block.index} ({block.arm})"
+    required = arm.transport.require if arm.transport else plan.transport.require
+    proof = block.transport
+    if proof is None:
+        if required == "tcp" or block.observations.rdma_activated is True:
+            return []
+        return [f"{lead}: the logs do not prove RDMA on every connection"]
+    problems = [f"{lead}: {text}" for text in proof.problems]
+    if arm.transport and arm.transport.rdma == "off" and any(one.result == "RDMA" for one in proof.connections):
+        problems.append(f"{lead}: a connection is on RDMA, planned was the fall-back to TCP")
+    judged = arm.name != plan.arms[0].name and any(gate.observation == "rpc_errors" for gate in plan.gates.values())
+    if not judged:
+        problems += [f"{lead}: {text}" for text in proof.events]
+    return problems
+
+
+def transport_findings(blocks: Sequence[Block]) -> list[Seen]:
+    """What carried the connections, in plain words, each text once with the blocks that it stands for."""
+    where: dict[str, list[str]] = {}
+    for block in blocks:
+        for text in _told(block.transport) if block.transport else []:
+            where.setdefault(text, []).append(f"{block.index}")
+    return [Seen(source="measured", text=f"{text} (block {', '.join(known)})") for text, known in where.items()]
+
+
+def _told(proof: TransportProof) -> list[str]:
+    found = []
+    if proof.connections and proof.transport in ("TCP", "RDMA"):
+        found.append(f"the transport of all {len(proof.connections)} RPC connections is {proof.transport}")
+    elif proof.connections:
+        found += [f"RPC connection to {one.worker}: {one.result}, {one.reason}" for one in proof.connections]
+    if proof.transport == "TCP":
+        reasons = dict.fromkeys(f"{one.worker}: {one.reason}" for one in proof.connections if one.reason)
+        found.append(f"why it is TCP: {'; '.join(reasons)}")
+    found += [f"a connection was made anew during the measurement: {text}" for text in proof.reconnected]
+    return found
