@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     INCONCLUSIVE = 11
     INVALID = 12
     NOT_RESTORED = 20  # production does not answer as recorded: act now
+    LEFTOVER = 21  # production is back; something of the candidate is left on a rank
     INTERRUPTED = 130  # Ctrl-C or SIGTERM; production was brought back
 
 
@@ -77,6 +78,12 @@ class NotRestoredError(K3Error):
     """Production does not answer as recorded after the window."""
 
     exit_code = ExitCode.NOT_RESTORED
+
+
+class LeftoverError(K3Error):
+    """Production is proven to be back, and a rank still has to be cleaned."""
+
+    exit_code = ExitCode.LEFTOVER
 
 
 class InterruptedRun(K3Error):

@@ -104,6 +104,11 @@ def digest(plan: Mapping[str, Any], tool: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def operator() -> str:
+    """Who works here, as windows and runs name them: K3DEPLOY_OWNER, else user@host."""
+    return os.environ.get("K3DEPLOY_OWNER") or f"{getpass.getuser()}@{socket.gethostname()}"
+
+
 class Store:
     """The run directories below ``root``."""
 
@@ -121,6 +126,7 @@ class Store:
         tool: Mapping[str, Any],
         options: Mapping[str, Any],
         reason: str = "",
+        deadline_s: int | None = None,
     ) -> Run:
         """Make a run directory with ``plan.json``, ``run.json`` and the inventory layer, and point ``latest`` at it."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,21 +145,21 @@ class Store:
             "inventory": str(inventory.absolute()),
             "tool": dict(tool),
             "options": dict(options),
-            "owner": f"{getpass.getuser()}@{socket.gethostname()}",
+            "owner": operator(),
             "reason": reason,
         }
         run = Run(path, **about)
         for folder in ("inventory", "blocks", "logs", "ranks"):
             (path / folder).mkdir(mode=0o700)
         write_json(path / "plan.json", plan)
-        self.write_layer(run, layer)
+        self.write_layer(run, layer, deadline_s)
         # Last: a directory without run.json is not a run.
         write_json(path / "run.json", about)
         self._point_latest(run)
         return run
 
-    def write_layer(self, run: Run, layer: Mapping[str, Any]) -> None:
-        """Write ``inventory/run.yml``: the plan's layer plus the run's name, place, owner and reason."""
+    def write_layer(self, run: Run, layer: Mapping[str, Any], deadline_s: int | None = None) -> None:
+        """Write ``inventory/run.yml``: the plan's layer plus the run's name, place, owner, reason and window."""
         hosts = dict(layer.get("all", {}))
         hosts["vars"] = {
             **hosts.get("vars", {}),
@@ -161,6 +167,7 @@ class Store:
             "k3_run_dir": str(run.path),
             "k3_run_owner": run.owner,
             "k3_run_reason": run.reason,
+            **({"k3_run_deadline_s": deadline_s} if deadline_s else {}),
         }
         write_text(run.layer / "run.yml", layer_text({**layer, "all": hosts}))
 
@@ -187,7 +194,14 @@ class Store:
         known = ", ".join(run.id for run in self.runs()[:8]) or "none"
         raise RunNotFound(f"no run {reference!r} in {self.root}", remedy=f"the newest are: {known}")
 
-    def resume(self, run: Run, plan: Mapping[str, Any], layer: Mapping[str, Any], tool: Mapping[str, Any]) -> None:
+    def resume(
+        self,
+        run: Run,
+        plan: Mapping[str, Any],
+        layer: Mapping[str, Any],
+        tool: Mapping[str, Any],
+        deadline_s: int | None = None,
+    ) -> None:
         """Make ``run`` ready to be continued with ``plan``; raises ``ResumeError`` naming every key that differs."""
         if digest(plan, tool) != run.digest:
             before = {"plan": run.plan(), "tool": run.tool}
@@ -198,7 +212,7 @@ class Store:
                 f"{run.id} was measured under another plan; these differ:\n{shown}{more}",
                 remedy="start a new run (leave --resume out), or bring the old settings back",
             )
-        self.write_layer(run, layer)
+        self.write_layer(run, layer, deadline_s)
         self._point_latest(run)
 
     def _open(self, path: Path) -> Run:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from k3deploy.commands import judging, planning
+from k3deploy.commands import consent, judging, planning
 from k3deploy.commands.options import (
     CONTEXT,
     CandidateType,
+    DurationType,
     RunType,
     UsageProblem,
-    interactive,
     inventory_option,
     json_option,
     live_display,
@@ -27,19 +26,19 @@ from k3deploy.commands.options import (
     runs_option,
     warn,
 )
-from k3deploy.commands.rollback import not_restored, restore
+from k3deploy.commands.rollback import restore
 from k3deploy.commands.stop import Stop
+from k3deploy.commands.window import locked as locked_words
 from k3deploy.errors import ExitCode, InterruptedRun, K3Error, LockedError, PreflightError
 
 if TYPE_CHECKING:
     from k3deploy.commands.planning import Planned
     from k3deploy.progress import Progress
     from k3deploy.runner import RunResult
-    from k3deploy.store import Run, Store
+    from k3deploy.store import Run
 
 # What happens in these phases touches nothing of production: when one of them fails there is nothing to bring back.
 _HARMLESS = frozenset(("preflight", "build", "install"))
-_LAB = "lab"
 
 EPILOG = """\b
 Examples:
@@ -66,6 +65,11 @@ Ctrl-C once stops the work and brings production back. The exit code is the verd
 @click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
 @click.option("--reason", default="", help="Why; kept with the run and shown to whoever meets the window.")
+@click.option(
+    "--deadline",
+    type=DurationType(),
+    help="When the ranks end the window by themselves, from its opening (4h, 90m).  [default: by the plan]",
+)
 @json_option
 @click.pass_context
 def apply(
@@ -81,6 +85,7 @@ def apply(
     check: bool,
     yes: bool,
     reason: str,
+    deadline: int | None,
     as_json: bool,
 ) -> int:
     """Build CANDIDATE, drain production, measure candidate and baseline in pairs, judge, and put production back."""
@@ -106,10 +111,11 @@ def apply(
     if check:
         return _check(planned, candidate, render_run_layer(planned.plan))
     with lock(planned.cluster.name, f"apply {candidate}"):
-        _confirm(planned, store, run, yes)
+        deadline = deadline or consent.window_length(planned, run)
+        consent.confirm(planned, store, run, yes, deadline)
         layer, tool = render_run_layer(planned.plan), planning.tool_identity()
         if run is not None:
-            store.resume(run, planned.mapping, layer, tool)
+            store.resume(run, planned.mapping, layer, tool, deadline)
         else:
             run = store.create(
                 candidate,
@@ -120,6 +126,7 @@ def apply(
                 tool=tool,
                 options=options,
                 reason=reason,
+                deadline_s=deadline,
             )
         return carry_out(run, inventory, planned.mapping, as_json=as_json)
 
@@ -143,24 +150,33 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
     def on_signal(count: int) -> None:
         progress.note(_signal_words(count, bringing_back, run, inventory))
 
+    def on_event(event: dict[str, Any]) -> None:
+        result = (event.get("event_data") or {}).get("res")
+        if isinstance(result, Mapping) and isinstance(result.get("production"), Mapping):
+            kept = result["production"].get("note") if result.get("close") is False else None
+            if kept:
+                progress.note(str(kept))
+        progress.event(event)
+
     bringing_back = False
+    mine = {"k3_run_id": run.id, "k3_run_owner": run.owner}
     progress = Progress(sys.stderr, run.events, live=live_display(), blocks=[block["arm"] for block in plan["blocks"]])
     warn(f"run {run.id}", "cyan")
     with Stop(on_signal) as stop, progress:
         started = time.monotonic()
-        result = run_playbook("apply", [inventory, run.layer], {}, progress.event, stop.requested, run.path / "logs")
+        result = run_playbook("apply", [inventory, run.layer], {}, on_event, stop.requested, run.path / "logs")
         _account(progress, "apply", result, time.monotonic() - started)
         if not result.ok:
             progress.finish("stopped" if result.status == "canceled" else "failed")
-        locked = next((failure for failure in result.failures if "LOCKED:" in failure.message), None)
-        if not result.ok and locked is None and any(phase.name not in _HARMLESS for phase in progress.phases):
+        locked = locked_words(result)
+        if not result.ok and not locked and any(phase.name not in _HARMLESS for phase in progress.phases):
             bringing_back = True
             stop.restart(patience=2)
             progress.note("bringing production back")
-            restoration = restore(inventory, progress.event, stop.requested, run.path / "logs")
+            restoration = restore(inventory, progress.event, stop.requested, run.path / "logs", mine)
             _account(progress, "rollback", restoration.result, time.monotonic() - started)
             if not restoration.ok:
-                raise not_restored(inventory, restoration)
+                raise restoration.error(inventory)
             progress.note(restoration.words)
         outcome = None
         if run.blocks:
@@ -170,8 +186,8 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
         warn(f"the progress display failed: {error}")
     if outcome is not None:
         judging.show(outcome, run, as_json=as_json)
-    if locked is not None:
-        raise LockedError(locked.message.partition("LOCKED:")[2].strip(), remedy="wait for that run, or ask its owner")
+    if locked:
+        raise LockedError(locked, remedy=f"k3deploy window status -i {inventory} shows how it stands")
     if not result.ok:
         raise _failure(result, progress, run)
     if outcome is None:
@@ -257,46 +273,3 @@ def _check(planned: Planned, candidate: str, layer: Mapping[str, Any]) -> int:
     words = ", ".join(f"{host} {count}" for host, count in sorted(changed.items()))
     warn(f"would change (tasks): {words}" if changed else "would change nothing", "green")
     return int(ExitCode.OK)
-
-
-def _confirm(planned: Planned, store: Store, run: Run | None, yes: bool) -> None:
-    """Ask before production is drained. Without a terminal, go on only with --yes or on the lab."""
-    cluster = planned.cluster
-    if yes or (cluster.name == _LAB and not interactive()):
-        return
-    blocks: Sequence[Any] = planned.mapping["blocks"]
-    left = len(blocks) - (len(run.blocks) if run is not None else 0)
-    what = (
-        f"This drains {cluster.production.head_unit} on {cluster.head.name} of cluster {cluster.name} "
-        f"({len(cluster.ranks)} ranks) for {left} block(s), {_expected(store, cluster.name, left)}."
-    )
-    if not interactive():
-        raise UsageProblem(f"{what} There is no terminal to ask on.", remedy="add --yes if that is what you want")
-    click.echo(what, err=True)
-    click.confirm("Go on?", abort=True, err=True)
-
-
-def _moment(value: str | float) -> float:
-    """Seconds since the epoch, from those or from an ISO time."""
-    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
-
-
-def _expected(store: Store, cluster: str, blocks: int) -> str:
-    """How long that many blocks took on this cluster before."""
-    import json
-
-    from k3deploy.progress import duration
-
-    seconds: list[float] = []
-    for run in store.runs():
-        if run.cluster != cluster or len(seconds) > 20:
-            continue
-        for path in run.blocks:
-            try:
-                record = json.loads(path.read_text(encoding="utf-8"))
-                seconds.append(_moment(record["ended"]) - _moment(record["started"]))
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # a record that is not readable says nothing about time
-    if not seconds:
-        return "for how long is not known yet: no block was measured on this cluster so far"
-    return f"about {duration(sum(seconds) / len(seconds) * blocks)} by earlier runs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from k3deploy.matrix import Matrix
 
     _TextType = click.ParamType[str]
+    _SecondsType = click.ParamType[int]
 else:
     # Generic only in newer releases of click.
-    _TextType = click.ParamType
+    _TextType = _SecondsType = click.ParamType
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -102,6 +104,22 @@ def candidate_names(matrix: Matrix) -> list[tuple[str, str]]:
         names.append((f"candidate-{row.id}", row.title))
         names += [(f"candidate-{row.id}@{value}", row.title) for value, _ in row.points() if value]
     return names
+
+
+class DurationType(_SecondsType):
+    """A length of time as people write it: 45s, 90m, 4h, 1h30m, 2d; in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", str(value).strip())
+        units = (86400, 3600, 60, 1)
+        seconds = sum(int(n) * unit for n, unit in zip(parts.groups(), units, strict=True) if n) if parts else 0
+        if not 30 <= seconds <= 14 * 86400:
+            self.fail(f"{value!r} is no duration from 30s to 14d; write it like 90m, 4h or 1h30m", param, ctx)
+        return seconds
 
 
 class RunType(_TextType):

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from k3deploy.commands import apply, options, planning
+from k3deploy.commands import apply, consent, options, planning
 from k3deploy.commands.options import UsageProblem
 from k3deploy.commands.plan import plan, show
 from k3deploy.commands.planning import Planned
@@ -112,11 +112,11 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_without_a_terminal_only_the_lab_is_drained_unasked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "interactive", lambda: False)
-    apply._confirm(planned("lab"), store, None, yes=False)
-    apply._confirm(planned("east"), store, None, yes=True)
+    monkeypatch.setattr(consent, "interactive", lambda: False)
+    consent.confirm(planned("lab"), store, None, yes=False, deadline=7200)
+    consent.confirm(planned("east"), store, None, yes=True, deadline=7200)
     with pytest.raises(UsageProblem, match=r"drains k3-head\.service on rank0 of cluster east") as caught:
-        apply._confirm(planned("east"), store, None, yes=False)
+        consent.confirm(planned("east"), store, None, yes=False, deadline=7200)
     assert "--yes" in caught.value.remedy
 
 
@@ -127,23 +127,37 @@ def test_on_a_terminal_the_answer_no_changes_nothing(store: Store, monkeypatch: 
         asked.append(question)
         raise click.Abort
 
-    monkeypatch.setattr(apply, "interactive", lambda: True)
+    monkeypatch.setattr(consent, "interactive", lambda: True)
     monkeypatch.setattr(click, "confirm", refuse)
     with pytest.raises(click.Abort):
-        apply._confirm(planned("lab"), store, None, yes=False)
+        consent.confirm(planned("lab"), store, None, yes=False, deadline=7200)
     assert asked == ["Go on?"]
 
 
+def test_a_window_is_as_long_as_all_blocks_up_to_their_own_deadlines_and_shorter_for_a_resumed_run(
+    store: Store, tmp_path: Path
+) -> None:
+    made = planned("east")
+    made.cluster.load_timeout_s = 1000
+    made.cluster.production.drain_timeout_s = 600
+    plan: Any = SimpleNamespace(bench=SimpleNamespace(deadline_s=900))
+    whole = Planned(made.inventory, made.cluster, plan, {"blocks": [0, 1, 2, 3]})
+    assert consent.window_length(whole, None) == 600 + 4 * (1000 + 900 + 120) + 900
+    run = store.create("candidate-U2", PLAN, {"all": {}}, cluster="east", inventory=tmp_path, tool={}, options={})
+    (run.path / "blocks" / "000.json").write_text("{}")
+    assert consent.window_length(whole, run) == 600 + 3 * (1000 + 900 + 120) + 900
+
+
 def test_how_long_it_takes_is_told_from_earlier_blocks_of_the_cluster(store: Store, tmp_path: Path) -> None:
-    assert "not known yet" in apply._expected(store, "east", 4)
+    assert "not known yet" in consent._expected(store, "east", 4)
     run = store.create("candidate-U2", PLAN, {"all": {}}, cluster="east", inventory=tmp_path, tool={}, options={})
     (run.path / "blocks" / "000.json").write_text(json.dumps({"started": 100.0, "ended": 160.0}))
     (run.path / "blocks" / "001.json").write_text("{")
-    assert apply._expected(store, "east", 4) == "about 4 min 00 s by earlier runs"
+    assert consent._expected(store, "east", 4) == "about 4 min 00 s by earlier runs"
     times = {"started": "2026-11-30T10:00:00Z", "ended": "2026-11-30T10:02:00Z"}
     (run.path / "blocks" / "002.json").write_text(json.dumps(times))
-    assert apply._expected(store, "east", 4) == "about 6 min 00 s by earlier runs"
-    assert "not known yet" in apply._expected(store, "west", 4)
+    assert consent._expected(store, "east", 4) == "about 6 min 00 s by earlier runs"
+    assert "not known yet" in consent._expected(store, "west", 4)
 
 
 def test_a_resumed_run_keeps_its_candidate_inventory_and_options(store: Store, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_window_of_another_run_locks_and_the_own_one_does_not(state: dict) -> 
     state.update(time=2000, window={"run_id": "other", "owner": "x@y", "opened": 1000, "deadline": 3000, "reason": "why"})
     words = (
         "LOCKED: the maintenance window is held by x@y for run other since 1970-01-01 00:16:40 UTC until "
-        "1970-01-01 00:50:00 UTC (why); wait until then, ask its owner, or roll back if that run is dead"
+        "1970-01-01 00:50:00 UTC (why); wait until then, ask its owner, or roll back if nobody works in it any more"
     )
     assert checks.preflight_problems(state, EXPECT) == [words]
     state["window"] = {"run_id": "r1"}

@@ -77,9 +77,8 @@ def held_words(window, now):
     """Who holds the window, since when, until when, and what somebody else can do."""
     if window.get("damaged"):
         return "the maintenance window's file cannot be read: rollback brings production back and puts the file aside"
-    words = "the maintenance window is held by {} for run {} since {}".format(
-        window.get("owner") or "someone", window.get("run_id"), moment(window.get("opened"))
-    )
+    work = "work by hand" if window.get("kind") == "hand" else "run {}".format(window.get("run_id"))
+    words = "the maintenance window is held by {} for {} since {}".format(window.get("owner") or "someone", work, moment(window.get("opened")))
     deadline = window.get("deadline") or 0
     words += f" until {moment(deadline)}" if deadline else ""
     words += " ({})".format(window.get("reason") or "no reason given")
@@ -87,7 +86,7 @@ def held_words(window, now):
         return words + "; it is closing: production is on its way back"
     if deadline and deadline < now:
         return words + "; it is stale, its end has passed: rollback stops what is left of it and brings production back"
-    return words + "; wait until then, ask its owner, or roll back if that run is dead"
+    return words + "; wait until then, ask its owner, or roll back if nobody works in it any more"
 
 
 # -- production's head ------------------------------------------------------------------------------------------------

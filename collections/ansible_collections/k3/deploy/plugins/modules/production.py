@@ -325,11 +325,12 @@ class Window:
     def judge(self):
         """What closing may do: nothing is changed."""
         window = window_of.read_window(self.root)
-        if self.params["owner"] and window and window.get("owner") not in (self.params["owner"], self.params["force"]):
-            self.locked_out(window)
         stop = close = True
-        if self.params["run_id"] and window and not window.get("damaged"):
-            close = window.get("run_id") == self.params["run_id"]
+        if not self.params["run_id"]:
+            if self.params["owner"] and window and window.get("owner") not in (self.params["owner"], self.params["force"]):
+                self.locked_out(window)
+        elif window and not window.get("damaged"):
+            close = holds(window, self.params)
             stop = close or window.get("guest") == self.params["run_id"]
         kept = {} if close else {"note": "the window of {} stays open, and production as its holder left it".format(window.get("owner"))}
         self.module.exit_json(changed=False, done=True, stop=stop, close=close, production=kept)
