@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 from testinfra.host import Host
 
-OURS = ("/opt/k3deploy", "/etc/systemd/system/k3-candidate")
+OURS = (
+    "/opt/k3deploy",
+    "/etc/systemd/system/k3-candidate",
+    "/etc/systemd/system/multi-user.target.wants/k3-candidate-guard.service",
+)
 ACCOUNTS = ("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/subuid", "/etc/subgid", "/etc/.pwd.lock")
 PRODUCTION = (
     "/opt/llama-production",

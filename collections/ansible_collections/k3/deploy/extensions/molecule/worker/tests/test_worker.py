@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from testinfra.host import Host
@@ -94,17 +93,15 @@ def test_its_log_comes_at_once(rank1: Host, addresses: dict[str, str]) -> None:
     assert f"{addresses['rank1']}:50053" in rank1.file(f"{FOLDER}/log/worker.log").content_string
 
 
-def test_memory_is_sampled_beside_it(rank1: Host, show: Callable[..., dict[str, Any]]) -> None:
-    sampler = "k3-candidate-memory@baseline.service"
-    assert show(rank1, sampler, "ActiveState", "User") == {"ActiveState": "active", "User": "k3deploy"}
-    rows = [line.split() for line in rank1.check_output(f"sleep 1.2; cat {FOLDER}/log/memory.tsv").splitlines()]
-    assert rows and all(len(row) == 3 for row in rows)
+def test_its_memory_is_watched(rank1: Host) -> None:
+    rows = [line.split() for line in rank1.check_output("sleep 1.2; cat /opt/k3deploy/state/memory/baseline.tsv").splitlines()]
+    assert rows and all(len(row) == 7 for row in rows)
     total = int(rank1.check_output("awk '/MemTotal/ {print $2}' /proc/meminfo")) // 1024
     assert all(0 < int(row[1]) < total for row in rows)
 
 
-def test_stopping_the_target_stops_everything_of_the_candidate(rank1: Host, show: Callable[..., dict[str, str]]) -> None:
+def test_stopping_the_target_stops_everything_of_the_candidate_and_leaves_the_guard(rank1: Host, show: Callable[..., dict[str, str]]) -> None:
     rank1.check_output("systemctl stop k3-candidate.target")
-    for unit in (UNIT, "k3-candidate-memory@baseline.service"):
-        assert show(rank1, unit, "ActiveState") == {"ActiveState": "inactive"}
+    assert show(rank1, UNIT, "ActiveState") == {"ActiveState": "inactive"}
+    assert show(rank1, "k3-candidate-guard.service", "ActiveState") == {"ActiveState": "active"}
     assert rank1.run("pgrep -u k3deploy").rc == 1
