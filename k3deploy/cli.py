@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("k3deploy.commands.history", "compare", "Put two runs beside each other."),
     "history": ("k3deploy.commands.history", "history", "Show verdicts over time and where the baseline shifted."),
     "export": ("k3deploy.commands.export", "export", "Write what a run measured for another program."),
+    "promote": ("k3deploy.commands.promote", "promote", "Plan production's change to an accepted candidate."),
+    "demote": ("k3deploy.commands.promote", "demote", "Plan production's way back from the last promotion."),
     "patch": ("k3deploy.commands.patch", "patch", "List, check and apply the source changes that rows need."),
     "lab": ("k3deploy.commands.lab", "lab", "Four ranks on this machine to try everything on."),
     "complete": ("k3deploy.commands.complete", "complete", "Print the completion script for your shell."),
