@@ -220,6 +220,7 @@ class Observations(_Record):
     rdma_activated: bool | None = None
     rdma_connections: int | None = None
     rpc_errors: int | None = None
+    reconnected: int | None = None
     flashkda_active: int | None = None
     flashkda_fallback: int | None = None
     kda_blocked_active: int | None = None
@@ -262,13 +263,25 @@ class Block(_Record):
                     yield rank, name, unit
 
 
+class VoidBlock(_Record):
+    """A block that does not count; ``void`` says why. It was measured again, or broke off."""
+
+    index: int
+    pair: int
+    arm: str
+    started: str | None = None
+    ended: str | None = None
+    void: str = ""
+
+
 class Facts(_Record):
-    """Everything measured in one run."""
+    """Everything measured in one run; ``void`` keeps what does not count."""
 
     version: Literal[1] = 1
     run_id: str
     candidate: str
     blocks: list[Block]
+    void: list[VoidBlock] = Field(default_factory=list)
 
     def of(self, arm: str) -> list[Block]:
         return [block for block in self.blocks if block.arm == arm]
@@ -320,13 +333,19 @@ def assemble(run_dir: Path) -> Facts:
             blocks.append(_with_observations(run_dir, read_model(Block, path)))
         except InputError as error:
             found += error.problems
+    void: list[VoidBlock] = []
+    for path in sorted((run_dir / "void").glob("[0-9]*.json")):
+        try:
+            void.append(read_model(VoidBlock, path))
+        except InputError as error:
+            found += error.problems
     indexes = [block.index for block in blocks]
     for index in sorted({index for index in indexes if indexes.count(index) > 1}):
         found.append(Problem(run_dir / "blocks", 0, f"two records of block {index}"))
     if found:
         raise InputError(found)
     blocks.sort(key=lambda block: block.index)
-    return Facts(run_id=run_dir.name, candidate=str(plan.get("candidate", "")), blocks=blocks)
+    return Facts(run_id=run_dir.name, candidate=str(plan.get("candidate", "")), blocks=blocks, void=void)
 
 
 def _read_plan(run_dir: Path) -> dict[str, Any]:
@@ -371,6 +390,7 @@ def _proven(proof: TransportProof | None, logged_errors: int | None) -> dict[str
         "rdma_activated": proof.transport == "RDMA",
         "rdma_connections": activated,
         "rpc_errors": max(logged_errors or 0, len(proof.events)),
+        "reconnected": len(proof.reconnected),
     }
 
 

@@ -12,13 +12,12 @@ from k3deploy.plan.model import Bench, Block, Cell, PlanError, PlannedArm
 
 SEED = 7
 REPEATS = 2
-MAX_REPEATS = 2  # how often a void block is measured again
 DEADLINE_S = 1800  # for the cells of one block
 COLD = ("pp256", "pp512", "pp1024", "pp2048", "pp4096", "tg100")
 WARM = ("pp2048", "pp4096")
 DECODE_PROMPT = 16
 # What a row lists as evidence -> the harness' probe that yields it.
-PROBES = {"shifted_prefix": "shifted_prefix", "graphs_reused": "graphs"}
+PROBES = {"shifted_prefix": "shifted_prefix", "graphs_reused": "graphs", "idle_pause": "idle"}
 
 
 def rounds(arms: int, pairs: int, seed: int) -> list[list[int]]:

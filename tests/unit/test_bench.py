@@ -336,6 +336,12 @@ def test_the_shifted_prefix_probe_reports_a_server_without_reuse(server: FakeSer
     assert probe["cache_n"] == 0 and probe["effective"] is False and probe["identical"] is True
 
 
+def test_the_idle_probe_asks_the_same_before_and_after_a_pause(server: FakeServer, tmp_path: Path) -> None:
+    _, result = Run(tmp_path, request_for(server, probes=["idle"])).finish()
+    assert result["probes"]["idle"] == {"idle_s": 3, "identical": True}
+    assert [prompt["prompt"] for prompt in server.prompts[-2:]] == [server.prompts[-1]["prompt"]] * 2
+
+
 def test_a_wrong_request_says_everything_that_is_wrong_at_once(server: FakeServer, tmp_path: Path) -> None:
     wrong = request_for(server, url="ftp://x", repeats=0, probes=["warp"], cells=[{"cell": "a", "state": "hot"}])
     run = Run(tmp_path, wrong)

@@ -38,7 +38,8 @@ from contextlib import contextmanager
 import k3_parity
 
 STATES = ("cold", "warm", "cached")
-PROBES = ("shifted_prefix", "graphs")
+PROBES = ("shifted_prefix", "graphs", "idle")
+IDLE_S = 3  # a pause in which connections fall asleep: RDMA ones spin 0.1 s before
 SHIFTED_CHUNK = 512  # tokens that the shifted prompt shares with the one before
 SHIFTED_DROPPED = 96  # tokens before them that it has lost
 SHIFTED_PREDICT = 24  # tokens to compare
@@ -476,7 +477,7 @@ class Bench:
         for probe in self.request.get("probes") or []:
             self.progress("probe " + probe)
             try:
-                outcome = {"shifted_prefix": self._probe_shifted_prefix, "graphs": self._probe_graphs}[probe]()
+                outcome = {"shifted_prefix": self._probe_shifted_prefix, "graphs": self._probe_graphs, "idle": self._probe_idle}[probe]()
             except Refused as refusal:
                 outcome = {"error": str(refusal)}
             self.document["probes"][probe] = outcome
@@ -642,6 +643,15 @@ class Bench:
             return {"error": f"{log}: {error.strerror or error}"}
         self.activity.settle()
         return {"requests": rows}
+
+    def _probe_idle(self):
+        """The same short request before and after a pause: connections must outlive it, and wake up with the same answer."""
+        ids = prompt_ids(self.seed, "probe/idle", 64, self.vocab)
+        before = self.server.complete(ids, 8, False, self.phase)
+        time.sleep(IDLE_S)
+        after = self.server.complete(ids, 8, False, self.phase)
+        self.activity.settle()
+        return {"idle_s": IDLE_S, "identical": before["tokens"] == after["tokens"]}
 
     def _await_log(self, log, lines):
         """Return the log's count once a new timings line is there; the last one if none comes."""

@@ -297,7 +297,7 @@ class Build:
             "toolchain": toolchain,
             "markers": markers,
             "rdma": cache.get("GGML_RPC_RDMA"),
-            "nccl_found": bool(cache.get("NCCL_LIBRARY", "").strip()) and "NOTFOUND" not in cache.get("NCCL_LIBRARY", ""),
+            "nccl": nccl_state(cache),
             "version": {target: self.check(release, target) for target in self.spec["targets"]},
             "server_flags": sorted(set(FLAG.findall(usage))),
             "built_on": os.uname().nodename,
@@ -372,6 +372,13 @@ def find_markers(release: Path, markers: list[str]) -> dict[str, list[str]]:
             if marker.encode() in content:
                 found[marker].append(str(path.relative_to(release)))
     return found
+
+
+def nccl_state(cache: dict[str, str]) -> dict:
+    """Whether the configure step found NCCL, and what that is worth: it joins the GPUs of one process, RPC has its own transport."""
+    library = cache.get("NCCL_LIBRARY", "").strip()
+    found = bool(library) and "NOTFOUND" not in library
+    return {"found": found, "note": "llama.cpp's RPC path does not use NCCL: what goes between ranks goes over RPC's own TCP or RDMA transport"}
 
 
 def cmake_cache(path: Path) -> dict[str, str]:
