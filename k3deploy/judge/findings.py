@@ -71,6 +71,9 @@ def _cache_reuse_findings(blocks: Sequence[Block], baseline: Sequence[Block]) ->
 def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
     found = [Seen(source=known.row, text=known.text, contradicts=known.contradicts) for known in plan.findings]
     found += [Seen(source="plan", text=note) for note in [*plan.notes, *plan.arms[0].notes]]
+    found += [
+        Seen(source="measured", text=f"block {void.index} ({void.arm}) was void: {void.void}") for void in facts.void
+    ]
     planned = len(plan.blocks)
     if planned and len(facts.blocks) < planned:
         text = f"{len(facts.blocks)} of {planned} planned blocks are recorded"

@@ -209,10 +209,8 @@ def _memory_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str
     return problems
 
 
-def _floor_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
-    """The baseline below the floor spoils its block; a candidate there is harm, which a gate says."""
-    if arm.name != plan.arms[0].name:
-        return []
+def below_floor(arm: PlannedArm, block: Block) -> list[str]:
+    """The ranks on which ``block`` of ``arm`` crossed the memory floor, a sentence each."""
     problems = []
     for rank, planned in sorted(arm.processes.items()):
         memory = block.ranks[rank].memory if rank in block.ranks else None
@@ -221,6 +219,11 @@ def _floor_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
             text = f"{rank} had {lowest} MiB available at its lowest, the floor is {planned.guard_mib} MiB"
             problems.append(f"block {block.index} ({block.arm}): {text}")
     return problems
+
+
+def _floor_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
+    """The baseline below the floor spoils its block; a candidate there is harm, which a gate says."""
+    return below_floor(arm, block) if arm.name == plan.arms[0].name else []
 
 
 def _health_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:

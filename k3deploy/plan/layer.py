@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from k3deploy.judge.step import spares
 from k3deploy.plan.model import Bench, Plan, PlannedArm
 
 
@@ -15,6 +16,7 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
                 "k3_run_builds": plan.builds,
                 "k3_run_arms": [_layer_arm(arm, plan.bench) for arm in plan.arms],
                 "k3_run_blocks": [block.model_dump() for block in plan.blocks],
+                "k3_run_spares": spares(len(plan.blocks)),
                 "k3_run_parity": plan.parity,
                 "k3_run_bench": plan.bench.model_dump(mode="json", exclude_none=True),
             },
@@ -22,6 +24,7 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
                 rank: {
                     # On the host, where it wins over group_vars: the hash that the inventory left to the sidecar.
                     "k3_model": plan.model.model_dump(mode="json", exclude={"sidecar", "facts"}, exclude_none=True),
+                    "k3_run_memory": [entry for arm in plan.arms for entry in _layer_memory(arm, rank)],
                     "k3_run_processes": {
                         arm.slug: arm.processes[rank].model_dump(mode="json", exclude_none=True) for arm in plan.arms
                     },
@@ -30,6 +33,24 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
             },
         }
     }
+
+
+def _layer_memory(arm: PlannedArm, rank: str) -> list[dict[str, Any]]:
+    """The forecast of one arm on one rank, for the preflight; nothing without facts about the model."""
+    return [
+        {
+            "arm": arm.name,
+            "floor_mib": arm.processes[rank].guard_mib,
+            "total_mib": entry["total_mib"],
+            "parts": {
+                key.removesuffix("_mib").replace("_", " "): size
+                for key, size in entry.items()
+                if key.endswith("_mib") and key not in ("total_mib", "left_mib")
+            },
+        }
+        for entry in arm.forecast
+        if entry["rank"] == rank
+    ]
 
 
 def _layer_arm(arm: PlannedArm, bench: Bench) -> dict[str, Any]:

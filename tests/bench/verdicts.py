@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from k3deploy import stats
 from k3deploy.judge.rule import DELTA, NOT_INFERIOR, Decision, Require, Rule, Speed
-from k3deploy.plan.blocks import MAX_REPEATS, rounds
+from k3deploy.judge.step import MAX_REPEATS
+from k3deploy.plan.blocks import rounds
 
 PRIMARY = "pp2048 cold"
 REQUIRES: dict[str, Require] = {

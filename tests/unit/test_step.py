@@ -1,0 +1,138 @@
+"""What a run measures next, and what becomes of a block that is void."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_judge import ARM, BASELINE, RUN, block_of, facts_of, plan_of, spoil_samples
+
+from k3deploy.commands.advise import advise, main, put_aside
+from k3deploy.facts import Facts, assemble
+from k3deploy.judge.step import Step, next_step, spares
+
+
+def plan_for(pairs: int, looks: list[int] | None = None) -> dict[str, Any]:
+    blocks = [
+        {"index": 2 * pair + place, "pair": pair, "arm": arm, "slug": arm.replace("@", "-")}
+        for pair in range(pairs)
+        for place, arm in enumerate((BASELINE, ARM))
+    ]
+    return plan_of(blocks=blocks, rule={"delta": 0.02, "looks": looks or [pairs]})
+
+
+def step_of(facts: dict[str, Any], plan: dict[str, Any], **options: Any) -> Step:
+    return next_step(plan, Facts.model_validate(facts), **options)
+
+
+def test_planned_blocks_come_in_their_order_until_all_are_measured() -> None:
+    plan, facts = plan_for(2), facts_of(2, lambda pair: 1.05 - 0.05 * pair)
+    order = []
+    for recorded in range(5):
+        step = step_of({**facts, "blocks": facts["blocks"][:recorded]}, plan)
+        order.append(step.block["index"] if step.block else None)
+    assert order == [0, 1, 2, 3, None]
+
+
+def test_a_void_block_is_measured_again_at_once() -> None:
+    plan, facts = plan_for(3), facts_of(2)
+    spoil_samples(facts["blocks"][3])
+    step = step_of(facts, plan)
+    assert step.block == plan["blocks"][3]
+    assert list(step.void) == [3] and "cache_n is 60, not 0" in step.void[3] and step.why == step.void[3]
+
+
+def test_a_void_block_is_not_measured_again_without_end() -> None:
+    plan, facts = plan_for(2), facts_of(2)
+    spoil_samples(facts["blocks"][1])
+    facts["void"] = [{"index": 1, "pair": 0, "arm": ARM, "void": "a prefix hit"} for _ in range(2)]
+    step = step_of(facts, plan)
+    assert step.block is None and "often enough" in step.why and not step.void
+
+
+def test_whether_a_block_is_void_does_not_depend_on_its_speed() -> None:
+    plan = plan_for(3)
+    for speed in (0.01, 0.5, 1.0, 2.0, 100.0):
+        facts = facts_of(2)
+        facts["blocks"][3] = block_of(ARM, 1, speed)
+        assert step_of(facts, plan).void == {}
+
+
+def test_the_half_of_a_pair_that_is_hours_old_is_measured_again() -> None:
+    plan, facts = plan_for(2), facts_of(1)
+    facts["blocks"][0] |= {"started": "2026-11-29T10:00:00+00:00", "ended": "2026-11-29T10:01:00+00:00"}
+    step = step_of(facts, plan)
+    assert list(step.void) == [0] and step.block == plan["blocks"][0]
+
+
+@pytest.mark.parametrize(("gain", "pairs", "outcome"), [(0.9, 3, "REJECT"), (1.0, 4, "REJECT"), (1.06, 6, "ACCEPT")])
+def test_a_run_ends_when_its_verdict_stands(gain: float, pairs: int, outcome: str) -> None:
+    plan = plan_for(8, [6, 8])
+    step = step_of(facts_of(pairs, gain), plan)
+    assert step.block is None and step.why.startswith(f"{outcome} after {pairs} pairs")
+
+
+def test_a_gain_does_not_end_a_run_between_looks() -> None:
+    assert step_of(facts_of(5, 1.06), plan_for(8, [6, 8])).block is not None
+
+
+def test_an_arm_below_the_floor_ends_the_run_and_is_not_tried_again() -> None:
+    plan, facts = plan_for(8), facts_of(1)
+    facts["blocks"][1]["ranks"]["rank3"]["memory"]["min_available_mib"] = 900
+    facts["blocks"][1]["bench"]["error"] = "the guard ended it"
+    step = step_of(facts, plan)
+    assert step.block is None and step.why.startswith("REJECT") and step.void == {}
+
+
+def test_no_round_begins_that_would_not_end_in_time() -> None:
+    plan, facts = plan_for(8), facts_of(2, lambda pair: 1.05 - 0.05 * pair)  # blocks of 50 seconds
+    assert step_of(facts, plan, now=1000, until=1101).block is not None
+    step = step_of(facts, plan, now=1000, until=1099)
+    assert step.block is None and "--max-hours" in step.why
+    assert step_of({**facts, "blocks": []}, plan, now=1000, until=1099, block_s=50).block is None
+    begun = {**facts, "blocks": facts["blocks"][:3]}
+    assert step_of(begun, plan, now=1000, until=1001).block is not None, "a round that has begun is finished"
+
+
+def test_spare_blocks_are_bounded() -> None:
+    assert [spares(blocks) for blocks in (2, 8, 16, 24)] == [2, 2, 4, 6]
+
+
+# --- the program that the playbook asks ---
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    place = tmp_path / "run"
+    shutil.copytree(RUN, place)
+    return place
+
+
+def test_a_void_block_is_put_aside_with_its_logs_and_its_reason(run_dir: Path) -> None:
+    record = json.loads((run_dir / "blocks/001.json").read_text())
+    log = run_dir / next(iter(record["ranks"]["rank0"]["logs"].values()))
+    text = log.read_text()
+    put_aside(run_dir, 1, "somebody else asked")
+    assert not (run_dir / "blocks/001.json").exists() and not log.exists()
+    facts = assemble(run_dir)
+    assert [(void.index, void.void) for void in facts.void] == [(1, "somebody else asked")]
+    kept = json.loads((run_dir / "void/001-1.json").read_text())
+    assert text in [(run_dir / name).read_text() for name in kept["ranks"]["rank0"]["logs"].values()]
+
+
+def test_the_advisor_prints_one_object_and_says_what_is_wrong(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_dir)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.keys() == {"block", "why"}
+    (run_dir / "blocks/000.json").write_text("{")
+    assert main([str(run_dir)]) == 1
+    assert "000.json:1" in capsys.readouterr().err
+
+
+def test_advice_about_a_finished_run_is_to_stop(run_dir: Path) -> None:
+    assert advise(run_dir)["block"] is None
