@@ -63,6 +63,14 @@ def same_window(one, other):
     return bool(one) and bool(other) and all(one.get(key) == other.get(key) for key in ("run_id", "opened", "damaged"))
 
 
+def holds(window, params):
+    """Whether the window is this run's, or the hand work of the same owner. params: kind, run_id, owner."""
+    if window.get("damaged"):
+        return False
+    by_hand = window.get("kind") == params["kind"] == "hand" and window.get("owner") == params["owner"]
+    return by_hand or (params["kind"] == "run" and window.get("run_id") == params["run_id"])
+
+
 def joins(window, kind, owner):
     """Whether a run works inside a window that its owner opened for hand work."""
     return window.get("kind") == "hand" and kind == "run" and bool(owner) and window.get("owner") == owner
@@ -87,6 +95,23 @@ def held_words(window, now):
     if deadline and deadline < now:
         return words + "; it is stale, its end has passed: rollback stops what is left of it and brings production back"
     return words + "; wait until then, ask its owner, or roll back if nobody works in it any more"
+
+
+def outside_words(window, run_id, production_live, now):
+    """Why a run may start nothing now; empty when it works inside its open window, or in its owner's, with production down."""
+    if not window:
+        return "no maintenance window is open; it was closed meanwhile"
+    if run_id not in (window.get("run_id"), window.get("guest")):
+        return held_words(window, now)
+    if window.get("closing"):
+        return "the maintenance window is closing: production is on its way back"
+    if (window.get("deadline") or now + 1) <= now:
+        return f"the maintenance window ended at {moment(window['deadline'])}"
+    if production_live:
+        return (
+            "production runs inside the window: this rank was restarted, or somebody started it. Resume the run, which drains it again, or roll back"
+        )
+    return ""
 
 
 # -- production's head ------------------------------------------------------------------------------------------------
@@ -189,6 +214,9 @@ class Return:
         """None when production answers, else ``(what is waited for, seconds waited)``."""
         if self.head.healthy():
             return None
+        now = read_window(self.root)
+        if self.window and now and not now.get("damaged") and not now.get("closing"):
+            raise ProductionError("the window was taken again while production was on its way back")
         shown = self.head.shown()
         if shown.get("ActiveState") == "failed":
             raise ProductionError(f"production's {self.head.unit} failed: see its journal on this rank")

@@ -35,6 +35,13 @@ options:
       link:
         description: Target of a symbolic link, as it is to be written.
         type: str
+      previous:
+        description: Path of a second link that gets the link's old target before the link is changed.
+        type: path
+      absent:
+        description: The file or link is not to be there.
+        type: bool
+        default: false
       directory:
         description: The entry is a directory.
         type: bool
@@ -73,6 +80,11 @@ changed_paths:
   type: list
   elements: str
   returned: always
+undo:
+  description: Entries that give the changed links their old targets back.
+  type: list
+  elements: dict
+  returned: always
 """
 
 import grp
@@ -109,7 +121,9 @@ def current(path):
 
 
 def wanted(entry):
-    """(kind, content or link target, mode) that an entry asks for."""
+    """(kind, content or link target, mode) that an entry asks for; kind is None where nothing is to be."""
+    if entry.get("absent"):
+        return None, "", None
     if entry.get("link") is not None:
         return "link", entry["link"], None
     if entry.get("directory"):
@@ -125,10 +139,16 @@ def replace_link(path, target):
     os.replace(temporary, path)
 
 
-def apply_entry(entry, kind, content, mode):
+def apply_entry(entry, have, kind, content, mode):
     """Make it so. Content is atomic; mode and owner follow."""
     path = entry["path"]
+    if kind is None:
+        os.unlink(path)
+        return
     if kind == "link":
+        if entry.get("previous") and have[0] == "link":
+            # Recorded before, so that an interruption between the two never loses what ran.
+            replace_link(entry["previous"], have[1])
         replace_link(path, content)
         return
     if kind == "directory":
@@ -171,6 +191,8 @@ def main():
                     "file": {"type": "str"},
                     "vars": {"type": "dict"},
                     "link": {"type": "str"},
+                    "previous": {"type": "path"},
+                    "absent": {"type": "bool", "default": False},
                     "directory": {"type": "bool", "default": False},
                     "mode": {"type": "str"},
                     "owner": {"type": "str"},
@@ -181,7 +203,7 @@ def main():
         supports_check_mode=True,
         no_log=True,  # what is given here belongs in no journal
     )
-    diffs, changed = [], []
+    diffs, changed, undo = [], [], []
     try:
         for entry in module.params["files"]:
             have, want = current(entry["path"]), wanted(entry)
@@ -193,15 +215,17 @@ def main():
             diffs.append(found)
             changed.append(entry["path"])
             if not module.check_mode:
-                apply_entry(entry, *want)
+                apply_entry(entry, have, *want)
+            if want[0] == "link":
+                undo.append({"path": entry["path"], "link": have[1]} if have[0] == "link" else {"path": entry["path"], "absent": True})
     except OSError as error:
-        module.fail_json(msg=f"cannot write: {error}", changed_paths=changed)
+        module.fail_json(msg=f"cannot write: {error}", changed_paths=changed, undo=undo)
     systemd = any(path.startswith("/etc/systemd/") for path in changed)
     if systemd and module.params["daemon_reload"] and not module.check_mode:
         rc, _out, err = host.run(["systemctl", "daemon-reload"], timeout=60)
         if rc != 0:
             module.fail_json(msg=f"systemctl daemon-reload failed: {err.strip()}", changed_paths=changed)
-    module.exit_json(changed=bool(changed), changed_paths=changed, diff=diffs)
+    module.exit_json(changed=bool(changed), changed_paths=changed, undo=undo, diff=diffs)
 
 
 if __name__ == "__main__":

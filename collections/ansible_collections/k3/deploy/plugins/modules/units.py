@@ -19,6 +19,12 @@ options:
   name:
     description: The unit to start.
     type: str
+  window:
+    description:
+      - "The maintenance window in which alone the unit is started: C(root), C(run_id), and C(unit), production's head, which must be down."
+      - Looked at and acted upon under the window's own lock, so that nothing starts in a window that is just closing.
+    type: dict
+    default: {}
   patterns:
     description: systemd globs of the units to stop.
     type: list
@@ -109,12 +115,14 @@ guard:
   returned: when state is stopped
 """
 
+import contextlib
 import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils import production as window_of
 
 
 def last_progress(log):
@@ -146,13 +154,26 @@ class Starter:
         if self.module.check_mode:
             return True
         host.run(["systemctl", "reset-failed", self.name])
-        rc, _out, err = host.run(["systemctl", "start", self.name], timeout=60)
+        wanted = self.params["window"]
+        with window_of.locked(wanted["root"]) if wanted else contextlib.nullcontext():
+            why = self.outside(wanted)
+            if why:
+                self.module.fail_json(msg=f"{self.name} was not started: {why}")
+            rc, _out, err = host.run(["systemctl", "start", self.name], timeout=60)
         if rc != 0:
             guard = host.show_units(host.GUARD_UNITS)
             unguarded = [name for name, value in guard.items() if value.get("ActiveState") != "active"]
             why = "; {} does not run: arm it first, what is not guarded does not start".format(", ".join(unguarded)) if unguarded else ""
             self.fail(f"systemctl start said: {err.strip()}{why}")
         return True
+
+    @staticmethod
+    def outside(wanted):
+        """Why this is not the time to start; empty when it is."""
+        if not wanted:
+            return ""
+        live = window_of.Head(wanted["unit"], "").live()
+        return window_of.outside_words(window_of.read_window(wanted["root"]), wanted["run_id"], live, time.time())
 
     def ready(self, shown):
         """Whether the unit's own process serves now."""
@@ -227,6 +248,7 @@ def main():
         argument_spec={
             "state": {"type": "str", "choices": ["started", "stopped"], "required": True},
             "name": {"type": "str"},
+            "window": {"type": "dict", "default": {}},
             "patterns": {"type": "list", "elements": "str", "default": ["k3-candidate*"]},
             "listen": {"type": "str"},
             "http": {"type": "str"},

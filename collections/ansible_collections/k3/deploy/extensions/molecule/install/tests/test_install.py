@@ -35,6 +35,8 @@ def test_the_candidate_has_a_link_to_its_release_and_a_log_directory(rank0: Host
         link = rank.file(f"{ROOT}/candidates/baseline/release")
         assert link.linked_to == f"{ROOT}/releases/{build_id}"
         assert rank.check_output(f"readlink {link.path}") == f"../../releases/{build_id}"
+        # What ran before the switch is recorded beside it.
+        assert rank.check_output(f"readlink {ROOT}/candidates/baseline/previous") == "../../releases/older"
         log = rank.file(f"{ROOT}/candidates/baseline/log")
         assert (log.user, log.mode) == ("k3deploy", 0o750)
 
