@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from k3deploy import yamlfile
+from k3deploy import memory_use, yamlfile
 from k3deploy.errors import InputError, Problem
 from k3deploy.parity import Parity
 
@@ -95,13 +95,46 @@ class Bench(_Record):
 
 
 class Memory(_Record):
-    """MemAvailable of one rank over one block, in MiB."""
+    """Memory of one rank over one block, in MiB; MemAvailable where the name says nothing else.
+
+    ``min_driver_free_mib`` is MemFree less CmaFree, what a GPU driver on unified memory can have. ``pressure_max``:
+    the largest share of 10 s that waited for memory, in percent (-1: not known). ``series``: rows of time (seconds
+    since the epoch by the rank's clock, as ``ready_at``), MemAvailable, MemFree, CmaFree, Cached and the pressure
+    (some, full).
+    """
 
     min_available_mib: int | None = None
     min_at: str | None = None
     samples: int = 0
     load_min_mib: int | None = None
     run_min_mib: int | None = None
+    min_free_mib: int | None = None
+    min_driver_free_mib: int | None = None
+    cached_at_min_mib: int | None = None
+    pressure_max: float | None = None
+    ready_at: float | None = None
+    series: list[list[float]] = Field(default_factory=list)
+
+
+class GuardTrip(_Record):
+    """The rank's guard stopped the candidate: ``what`` (memory, free, orphan, blind), and the same in ``words``."""
+
+    what: str
+    words: str
+    at: float | None = None
+
+    @property
+    def is_floor(self) -> bool:
+        return self.what in ("memory", "free")
+
+
+class Allocation(_Record):
+    """One rank's forecast beside what its devices hold, in MiB by part (model, context, compute)."""
+
+    foreseen_mib: dict[str, float]
+    allocated_mib: dict[str, float]
+    error: float | None = None
+    wrong: bool = False
 
 
 class Unit(_Record):
@@ -126,6 +159,7 @@ class RankState(_Record):
     os: str = ""
     arch: str = ""
     mem: dict[str, float] = Field(default_factory=dict)
+    guard: dict[str, Any] = Field(default_factory=dict)
     units: dict[str, Unit] = Field(default_factory=dict)
 
 
@@ -151,6 +185,7 @@ class RankBlock(_Record):
 
     state: RankState | None = None
     memory: Memory | None = None
+    guard: GuardTrip | None = None
     health: RankHealth | None = None
     logs: dict[str, str] = Field(default_factory=dict)
 
@@ -249,11 +284,17 @@ class Block(_Record):
     ranks: dict[str, RankBlock] = Field(default_factory=dict)
     transport: TransportProof | None = None
     observations: Observations = Field(default_factory=Observations)
+    allocation: dict[str, Allocation] = Field(default_factory=dict)
     error: str | None = None
 
     def cell(self, name: str, state: State) -> Cell | None:
         cells = self.bench.cells if self.bench else []
         return next((cell for cell in cells if cell.cell == name and cell.state == state), None)
+
+    def trips(self) -> list[GuardTrip]:
+        """What the ranks' guards stopped this block for, floors first."""
+        found = [record.guard for _, record in sorted(self.ranks.items()) if record.guard is not None]
+        return sorted(found, key=lambda trip: not trip.is_floor)
 
     def units(self) -> Iterable[tuple[str, str, Unit]]:
         """Every unit of the block as (rank, unit name, unit), ranks in order."""
@@ -290,14 +331,15 @@ class Facts(_Record):
 # --- reading and assembling ------------------------------------------------------------------------------------------
 
 
+MAX_BYTES = 256 << 20  # of a record: hours of samples are a few MiB
+
+
 def read_model(model: type[Model], path: Path) -> Model:
     """Read a JSON file into ``model``; raises ``InputError`` naming file and line of every problem."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = yamlfile.read_bytes(path, MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError([Problem(path, 0, f"not UTF-8 text (byte {error.start})")]) from None
-    except OSError as error:
-        raise InputError([Problem(path, 0, f"cannot be read: {error.strerror or error}")]) from None
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -316,7 +358,7 @@ def _locator(path: Path) -> Any:
     """Where keys stand in a JSON file. Only needed when something is wrong, so the slow line-keeping reader will do."""
     try:
         return yamlfile.load(path).problem
-    except InputError:
+    except InputError:  # too large for it, among others
         return lambda _keys, message: Problem(path, 0, message)
 
 
@@ -330,7 +372,7 @@ def assemble(run_dir: Path) -> Facts:
     blocks: list[Block] = []
     for path in sorted((run_dir / "blocks").glob("[0-9]*.json")):
         try:
-            blocks.append(_with_observations(run_dir, read_model(Block, path)))
+            blocks.append(_with_allocation(plan, _with_observations(run_dir, read_model(Block, path))))
         except InputError as error:
             found += error.problems
     void: list[VoidBlock] = []
@@ -392,6 +434,28 @@ def _proven(proof: TransportProof | None, logged_errors: int | None) -> dict[str
         "rpc_errors": max(logged_errors or 0, len(proof.events)),
         "reconnected": len(proof.reconnected),
     }
+
+
+def _with_allocation(plan: Mapping[str, Any], block: Block) -> Block:
+    """Add what the plan foresaw of each rank's memory beside what the head's log says was allocated."""
+    arm = next((arm for arm in plan.get("arms") or [] if arm.get("name") == block.arm), {})
+    endpoints = {
+        str(processes["worker"]["listen"]): rank
+        for rank, processes in (arm.get("processes") or {}).items()
+        if (processes.get("worker") or {}).get("listen")
+    }
+    breakdown = {
+        device: {part: float(getattr(numbers, part)) for part in memory_use.PARTS}
+        for device, numbers in block.observations.memory_breakdown.items()
+    }
+    found = memory_use.allocations(arm.get("forecast") or [], endpoints, breakdown)
+    allocation = {
+        one.rank: Allocation(
+            foreseen_mib=dict(one.foreseen), allocated_mib=dict(one.allocated), error=one.error, wrong=one.wrong
+        )
+        for one in found
+    }
+    return block.model_copy(update={"allocation": allocation})
 
 
 def _slowest_rank_excess(forward_ms: Mapping[str, float]) -> float | None:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from k3deploy.errors import InputError, Problem
-from k3deploy.paths import inventory_files
+from k3deploy.paths import INVENTORY_PLUGINS, inventory_files
 from k3deploy.secrets import refuse_secret_name
 from k3deploy.settings import EnvironmentValue, PlainText, Port, Settings
 from k3deploy.yamlfile import Document, problems, suggest
@@ -212,6 +212,20 @@ class Parity(_Data):
     n_predict: Annotated[int, Field(ge=1, le=1024)] = 32
 
 
+class Guard(_Data):
+    """Limits of the guard on every rank, beside each arm's own floor (``guard_mib``).
+
+    warn_mib: MemAvailable below which it warns. free_floor_mib: floor of MemFree less CmaFree, which is what a GPU
+    driver on unified memory can have; 0 only records it. orphan_s: seconds after which a worker without its head is
+    stopped. meminfo: the file that memory is read from; tests point it at one of their own.
+    """
+
+    warn_mib: Annotated[int, Field(ge=0)] = 4096
+    free_floor_mib: Annotated[int, Field(ge=0)] = 0
+    orphan_s: Seconds = 20
+    meminfo: AbsolutePath = "/proc/meminfo"
+
+
 class Production(_Data):
     """The service that is drained for a window and brought back after it; read, stopped and started, never written."""
 
@@ -240,6 +254,7 @@ class _ClusterVariables(_Data):
     k3_transport: Transport = Field(default_factory=Transport)
     k3_parity: Parity = Field(default_factory=Parity)
     k3_production: Production
+    k3_guard: Guard = Field(default_factory=Guard)
     k3_scale: Settings = Field(default_factory=Settings)
     k3_settings: Settings = Field(default_factory=Settings)
     k3_matrix: PlainText = "../matrix"
@@ -253,6 +268,7 @@ class _RankVariables(_Data):
     k3_rdma_device: Identifier | None = None
     k3_rdma_gid: Annotated[int, Field(ge=0)] | None = None
     k3_memory_mib: Annotated[int, Field(ge=1)] | None = None
+    k3_production_memory_mib: Annotated[int, Field(ge=1)] | None = None
     k3_cpus: Annotated[int, Field(ge=1)] | None = None
     k3_local_worker: bool = False
 
@@ -318,6 +334,7 @@ class Rank(_Data):
     rdma_device: str | None = None
     rdma_gid: int | None = None
     memory_mib: int | None = None
+    production_memory_mib: int | None = None
     cpus: int | None = None
     local_worker: bool = False
 
@@ -384,6 +401,7 @@ def _ansible_inventory(inventories: Sequence[Path]) -> dict[str, Any]:
     if program is None:
         raise InputError([Problem(inventory, 0, "ansible-inventory is not installed beside k3deploy")])
     environment = {
+        "ANSIBLE_INVENTORY_ENABLED": INVENTORY_PLUGINS,
         **os.environ,
         "ANSIBLE_INVENTORY_UNPARSED_FAILED": "true",
         "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "true",

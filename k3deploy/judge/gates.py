@@ -8,13 +8,13 @@ from k3deploy import stats
 from k3deploy.facts import State
 from k3deploy.judge import parity
 from k3deploy.judge.evidence import Evidence, cell_names, observed, reused_tokens
-from k3deploy.judge.numbers import compare, rank_memory
+from k3deploy.judge.memory import memory_gate
+from k3deploy.judge.numbers import compare
 from k3deploy.judge.planned import PlannedGate
 from k3deploy.judge.rule import Require, Rule, Speed
 from k3deploy.judge.transport import TAKES
 from k3deploy.judge.verdict import Comparison, GateResult
 
-MEMORY_GATE = "memory_floor"
 _OUTCOMES: dict[Speed, Literal["pass", "fail", "open"]] = {
     Speed.PASS: "pass",
     Speed.OPEN: "open",
@@ -26,9 +26,9 @@ _OUTCOMES: dict[Speed, Literal["pass", "fail", "open"]] = {
 def gates(evidence: Evidence, rule: Rule) -> list[GateResult]:
     """The gates of the rows in their order, then the implied ones: the speed of every other cold and warm cell, the
     memory floor, unchanged text, parity."""
-    rows = [_gate(evidence, name, gate, rule) for name, gate in evidence.plan.gates.items()]
+    rows = [_gate(evidence, name, gate, rule) for name, gate in evidence.gates.items()]
     others = [*_other_cells(evidence, "cold", rule), *_other_cells(evidence, "warm", rule)]
-    return [*rows, *others, *_memory_gate(evidence), *_prefix_gate(evidence), *parity.parity_gates(evidence)]
+    return [*rows, *others, *memory_gate(evidence), *_prefix_gate(evidence), *parity.parity_gates(evidence)]
 
 
 def requirements(gate: PlannedGate) -> list[tuple[str, Require]]:
@@ -161,7 +161,7 @@ def _other_cells(evidence: Evidence, state: State, rule: Rule) -> list[GateResul
     """Nobody may pay for the gain with a slower cell, whatever the row judges."""
     judged = {
         cell
-        for gate in evidence.plan.gates.values()
+        for gate in evidence.gates.values()
         if gate.state == state and gate.metric == "speed"
         for cell in gate.cells
     }
@@ -170,26 +170,6 @@ def _other_cells(evidence: Evidence, state: State, rule: Rule) -> list[GateResul
         return []
     gate = PlannedGate(cells=others, state=state, require="not_slower")
     return [_speed_gate(evidence, "warm" if state == "warm" else "other_cold", gate, rule, implied=True)]
-
-
-def _memory_gate(evidence: Evidence) -> list[GateResult]:
-    known = [rank for rank in rank_memory(evidence) if rank.min_available_mib is not None and rank.guard_mib]
-    if not known:
-        return []
-    tightest = min(known, key=lambda rank: (rank.min_available_mib or 0) - (rank.guard_mib or 0))
-    available, guard = tightest.min_available_mib or 0, tightest.guard_mib or 0
-    text = f"{tightest.rank} had {available} MiB available at its lowest, the floor is {guard} MiB"
-    return [
-        GateResult(
-            name=MEMORY_GATE,
-            require="at_least",
-            outcome="fail" if available < guard else "pass",
-            reason=text,
-            implied=True,
-            limit=guard,
-            observed=available,
-        )
-    ]
 
 
 def _prefix_gate(evidence: Evidence) -> list[GateResult]:

@@ -9,6 +9,7 @@ from k3deploy import stats
 from k3deploy.facts import Block, Cell, Sample, State
 from k3deploy.judge.evidence import Evidence, cell_names
 from k3deploy.judge.verdict import Comparison, Metric, RankMemory
+from k3deploy.memory_use import Trend, trend
 
 
 def compare(evidence: Evidence, name: str, state: State, metric: Metric, threshold: float | None = None) -> Comparison:
@@ -72,9 +73,36 @@ def rank_memory(evidence: Evidence) -> list[RankMemory]:
             run_min_mib=_lowest(evidence.blocks, rank, "run_min_mib"),
             baseline_min_mib=_lowest(evidence.baseline_blocks, rank, "min_available_mib"),
             guard_mib=evidence.arm.processes[rank].guard_mib if rank in evidence.arm.processes else None,
+            min_driver_free_mib=_lowest(evidence.blocks, rank, "min_driver_free_mib"),
+            **_allocated(evidence.blocks, rank),
+            trend_mib_per_request=found.per_request if (found := steepest(evidence.blocks, rank)) else None,
         )
         for rank in ranks
     ]
+
+
+def steepest(blocks: Sequence[Block], rank: str) -> Trend | None:
+    """The trend of available memory in the block in which it fell most from one request to the next."""
+    found = []
+    for block in blocks:
+        memory = block.ranks[rank].memory if rank in block.ranks else None
+        if memory is not None and block.bench is not None:
+            requests = len(block.bench.warmup) + sum(len(cell.samples) for cell in block.bench.cells)
+            found.append(trend(memory.series, memory.ready_at, requests))
+    return min((one for one in found if one is not None), key=lambda one: one.high, default=None)
+
+
+def _allocated(blocks: Sequence[Block], rank: str) -> dict[str, float | None]:
+    """The forecast beside the allocation, of the block in which it is furthest off."""
+    known = [block.allocation[rank] for block in blocks if rank in block.allocation]
+    if not known:
+        return {}
+    worst = max(known, key=lambda one: abs(one.error or 0.0))
+    return {
+        "foreseen_mib": round(sum(worst.foreseen_mib.values()), 1),
+        "allocated_mib": round(sum(worst.allocated_mib.values()), 1),
+        "forecast_error": worst.error,
+    }
 
 
 def _value(cell: Cell, sample: Sample, metric: Metric) -> float | None:

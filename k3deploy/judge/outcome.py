@@ -14,7 +14,8 @@ from k3deploy.errors import InputError, Problem
 from k3deploy.facts import Facts
 from k3deploy.judge.evidence import Evidence
 from k3deploy.judge.findings import arm_findings, general_findings
-from k3deploy.judge.gates import MEMORY_GATE, gates
+from k3deploy.judge.gates import gates
+from k3deploy.judge.memory import MEMORY_GATE
 from k3deploy.judge.numbers import all_cells, rank_memory
 from k3deploy.judge.planned import PlanView
 from k3deploy.judge.rule import Rule

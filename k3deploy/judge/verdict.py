@@ -72,7 +72,12 @@ class GateResult(_Said):
 
 
 class RankMemory(_Said):
-    """The lowest MemAvailable of one rank over all blocks of the arm, against its floor; MiB."""
+    """One rank over all blocks of the arm, in MiB.
+
+    The lowest MemAvailable against its floor, and the lowest MemFree less CmaFree; what the plan foresaw that llama.cpp
+    allocates, what it did allocate, and the error of that; how available memory changes from one request to the next
+    in the block in which it fell most.
+    """
 
     rank: str
     min_available_mib: int | None
@@ -80,6 +85,11 @@ class RankMemory(_Said):
     run_min_mib: int | None
     baseline_min_mib: int | None
     guard_mib: int | None
+    min_driver_free_mib: int | None = None
+    foreseen_mib: float | None = None
+    allocated_mib: float | None = None
+    forecast_error: float | None = None
+    trend_mib_per_request: float | None = None
 
 
 class Seen(_Said):

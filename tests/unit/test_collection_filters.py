@@ -104,7 +104,9 @@ def test_our_own_candidate_on_the_port_is_no_problem(state: dict) -> None:
 
 
 def test_a_window_of_another_run_locks_and_the_own_one_does_not(state: dict) -> None:
-    state.update(time=2000, window={"run_id": "other", "owner": "x@y", "opened": 1000, "deadline": 3000, "reason": "why"})
+    state.update(
+        time=2000, window={"run_id": "other", "owner": "x@y", "opened": 1000, "deadline": 3000, "reason": "why"}
+    )
     words = (
         "LOCKED: the maintenance window is held by x@y for run other since 1970-01-01 00:16:40 UTC until "
         "1970-01-01 00:50:00 UTC (why); wait until then, ask its owner, or roll back if nobody works in it any more"
@@ -228,13 +230,22 @@ def test_another_arm_that_still_runs_is_a_problem(running: dict) -> None:
 
 
 def test_the_least_memory_is_told_apart_for_load_and_run() -> None:
-    summary = memory_summary([[1.0, 900, 5], [2.0, 700, 5], [3.0, 800, 5]], ready_at=1.5)
+    rows = [[1.0, 900, 50, 0, 9, 0.0, 0.0], [2.0, 700, 40, 30, 8, 7.5, 1.0], [3.0, 800, 30, 0, 7, -1.0, -1.0]]
+    summary = memory_summary(rows, ready_at=1.5)
     assert summary["min_available_mib"] == 700
     assert (summary["load_min_mib"], summary["run_min_mib"], summary["min_at"]) == (
         900,
         700,
         "1970-01-01T00:00:02.000+00:00",
     )
+    assert (summary["min_free_mib"], summary["min_driver_free_mib"], summary["cached_at_min_mib"]) == (30, 10, 8)
+    assert summary["pressure_max"] == 7.5
+
+
+def test_a_long_series_is_thinned_in_the_record_and_keeps_its_least_value() -> None:
+    rows = [[float(at), 5000 - at % 997, 9, 0, 9, 0.0, 0.0] for at in range(1800)]
+    series = memory_summary(rows, ready_at=0.0)["series"]
+    assert len(series) <= 400 and min(row[1] for row in series) == min(row[1] for row in rows)
 
 
 def test_a_block_without_samples_says_that_nothing_is_known() -> None:

@@ -223,6 +223,70 @@ def test_a_block_that_the_guard_ended_is_rejected_for_memory_and_not_called_inva
     assert arm_of(facts).outcome == "REJECT"
 
 
+def test_what_the_guard_recorded_rejects_the_arm_in_its_own_words_even_where_no_minimum_shows_it() -> None:
+    """A floor of free memory is crossed while MemAvailable still looks well."""
+    facts = facts_of(1)
+    words = "floor of free memory crossed on rank2: 512 MiB free without CMA at 12:03:11 UTC"
+    facts["blocks"][1]["bench"] = {"cells": [], "error": words}
+    facts["blocks"][1]["ranks"]["rank2"]["guard"] = {"what": "free", "words": words, "at": 1.0}
+    arm = arm_of(facts)
+    assert arm.outcome == "REJECT" and arm.reasons == [f"memory_floor: {words}"]
+
+
+def test_an_orphaned_worker_says_nothing_about_memory() -> None:
+    facts = facts_of(1)
+    facts["blocks"][1]["ranks"]["rank2"]["guard"] = {"what": "orphan", "words": "the head is gone", "at": 1.0}
+    assert gate_of(arm_of(facts), "memory_floor").outcome == "pass"
+
+
+def test_a_floor_that_the_baseline_crossed_spoils_the_run_and_rejects_nobody() -> None:
+    facts = facts_of(1)
+    facts["blocks"][0]["bench"] = {"cells": [], "error": "memory floor crossed on rank1"}
+    facts["blocks"][0]["ranks"]["rank1"]["guard"] = {"what": "memory", "words": "w", "at": 1.0}
+    arm = arm_of(facts)
+    assert arm.outcome == "INVALID" and "memory floor crossed on rank1" in arm.reasons[0]
+
+
+def texts_of(arm: ArmVerdict) -> str:
+    return "\n".join(seen.text for seen in arm.findings)
+
+
+def test_a_forecast_that_is_off_by_more_than_a_tenth_is_a_finding() -> None:
+    facts = facts_of(1)
+    right = {"foreseen_mib": {"model": 95.0}, "allocated_mib": {"model": 100.0}, "error": -0.05, "wrong": False}
+    off = {"foreseen_mib": {"model": 120.0}, "allocated_mib": {"model": 100.0}, "error": 0.2, "wrong": True}
+    facts["blocks"][1]["allocation"] = {"rank1": right, "rank2": off}
+    arm = arm_of(facts)
+    assert f"the memory forecast of {ARM} is off on rank2: 120 MiB foreseen, 100 allocated (+20 %)" in texts_of(arm)
+    assert "on rank1" not in texts_of(arm)
+    assert [(m.foreseen_mib, m.allocated_mib, m.forecast_error) for m in arm.memory[1:3]] == [
+        (95.0, 100.0, -0.05),
+        (120.0, 100.0, 0.2),
+    ]
+
+
+def test_memory_that_falls_with_every_request_is_a_finding() -> None:
+    facts = facts_of(1)
+    for block, loss in zip(facts["blocks"], (0.0, 10.0), strict=True):
+        rows = [[float(at), 9000 - loss * at, 1, 0, 1, 0.0, 0.0] for at in range(60)]
+        block["ranks"]["rank3"]["memory"] |= {"series": rows, "ready_at": 9.0, "min_available_mib": 8000}
+    arm = arm_of(facts)
+    assert "available memory of rank3 changes by -" in texts_of(arm) and "the baseline's changes by +0.0" in texts_of(
+        arm
+    )
+    assert (arm.memory[3].trend_mib_per_request or 0) < -1
+    assert arm.memory[2].trend_mib_per_request is None
+
+
+def test_a_rank_that_came_below_its_warning_is_told() -> None:
+    facts = facts_of(1)
+    rank = facts["blocks"][1]["ranks"]["rank1"]
+    rank["memory"]["min_available_mib"] = 3000
+    assert "below the warning" not in texts_of(arm_of(facts))
+    rank["state"]["guard"] = {"armed": {"warn_mib": 4096}}
+    assert "rank1 came down to 3000 MiB of available memory, below the warning at 4096 MiB" in texts_of(arm_of(facts))
+
+
 def test_another_text_is_rejected_where_the_row_demands_the_same() -> None:
     plan = plan_of()
     plan["gates"]["quality"] = {"suite": "long-prefix", "require": "identical"}

@@ -12,7 +12,8 @@ INVENTORY = frozenset(
     (
         *("k3_cluster", "k3_root", "k3_user", "k3_user_groups", "k3_devices", "k3_ccache_dir", "k3_model", "k3_builds", "k3_build"),
         *("k3_candidate_head_port", "k3_transport", "k3_parity", "k3_production", "k3_scale", "k3_settings", "k3_matrix", "k3_load_timeout_s"),
-        *("k3_fabric_address", "k3_rdma_device", "k3_rdma_gid", "k3_memory_mib", "k3_cpus", "k3_local_worker", "k3_health"),
+        *("k3_fabric_address", "k3_rdma_device", "k3_rdma_gid", "k3_memory_mib", "k3_cpus", "k3_local_worker", "k3_health", "k3_guard"),
+        *("k3_production_memory_mib",),
     )
 )
 # What a run adds in its own layer.

@@ -97,20 +97,28 @@ def gpu_memory(pids, meminfo):
     return max(0, unexplained(meminfo) - UNEXPLAINED_MIB), "what /proc/meminfo does not explain"
 
 
+def held(unit, meminfo):
+    """``{anon_mib, gpu_mib, gpu_from}`` that the processes of a unit hold now; None when it has none."""
+    pids = unit_pids(unit)
+    if not pids:
+        return None
+    resident = [found for found in map(status, pids) if found]
+    gpu, source = gpu_memory(pids, meminfo)
+    return {"anon_mib": sum(found["RssAnon"] + found["RssShmem"] for found in resident), "gpu_mib": gpu, "gpu_from": source}
+
+
 def expectation(unit, freed_mib, slack_mib):
     """What must come back when a unit stops, as the window keeps it.
 
     Returns ``{available_mib, anon_mib, gpu_mib, gpu_from, expected_mib, level_mib}``: MemAvailable must reach ``level_mib``. ``freed_mib`` (from the
     inventory; None: unknown) goes before what the processes show. File pages are left out: MemAvailable counts them already.
     """
-    meminfo, pids = host.meminfo(), unit_pids(unit)
-    resident = [found for found in map(status, pids) if found]
-    anon = sum(found["RssAnon"] + found["RssShmem"] for found in resident)
-    gpu, source = gpu_memory(pids, meminfo)
-    expected = anon + gpu if freed_mib is None else freed_mib
+    meminfo = host.meminfo()
+    seen = held(unit, meminfo) or {"anon_mib": 0, "gpu_mib": 0, "gpu_from": "the unit has no process"}
+    expected = seen["anon_mib"] + seen["gpu_mib"] if freed_mib is None else freed_mib
     available = meminfo["MemAvailable"]
     level = max(0, int(available + SHARE * expected - slack_mib))
-    return {"available_mib": available, "anon_mib": anon, "gpu_mib": gpu, "gpu_from": source, "expected_mib": expected, "level_mib": level}
+    return {"available_mib": available, **seen, "expected_mib": expected, "level_mib": level}
 
 
 def who_holds(count=5, proc="/proc"):

@@ -46,6 +46,10 @@ options:
     type: list
     elements: str
     default: []
+  holdings:
+    description: Whether to find out how much memory the processes of production's and of candidates' units hold.
+    type: bool
+    default: false
 author: [the k3deploy project (@k3deploy)]
 attributes:
   check_mode:
@@ -77,7 +81,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils import holders, host
 from ansible_collections.k3.deploy.plugins.module_utils.production import read_window
 
 
@@ -123,6 +127,13 @@ def production_state(production, is_head, is_worker):
         status, body = host.http_json(production["head_url"] + "/health", timeout=3)
         state["head"] = {"status": status, "detail": body}
     return state
+
+
+def holdings(names):
+    """{unit: what its processes hold of the rank's memory} of the units that have a process."""
+    meminfo = host.meminfo()
+    found = {name: holders.held(name, meminfo) for name in names if name not in host.GUARD_UNITS}
+    return {name: seen for name, seen in found.items() if seen}
 
 
 def path_state(path):
@@ -189,6 +200,12 @@ def window_state(root):
     return window
 
 
+def guard_state(root):
+    """The rank's guard: what it watches (null: not armed), and its records of the last floor and the last deadline that it enforced."""
+    files = {"armed": "guard.json", "tripped": "guard-tripped.json", "deadline": "guard-deadline.json"}
+    return {name: host.read_json(os.path.join(root, "state", file)) for name, file in files.items()}
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -200,6 +217,7 @@ def main():
             "paths": {"type": "list", "elements": "str", "default": []},
             "hashes": {"type": "list", "elements": "str", "default": []},
             "variables": {"type": "list", "elements": "str", "default": []},
+            "holdings": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
@@ -235,6 +253,8 @@ def main():
         "addresses": [address for owned in interfaces.values() for address in owned],
         "default_route_addresses": [address for name in sorted(routed) for address in interfaces.get(name, [])],
         "window": window_state(root),
+        "guard": guard_state(root),
+        "holdings": holdings([*production["units"], *units]) if module.params["holdings"] else {},
     }
     module.exit_json(changed=False, state=state)
 
