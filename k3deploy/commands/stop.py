@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -39,6 +41,18 @@ class Stop:
         self._limit = self.count + patience
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
         self.count += 1
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
         self._on_signal(self.count)
+
+
+def leave_dead_terminal() -> None:
+    """Let what is written to a terminal that has hung up go nowhere: an error there would end what must be finished."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        # A terminal that has hung up is still a character device, and no terminal any more.
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(null, descriptor)
+    os.close(null)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import threading
 import time
@@ -198,6 +199,30 @@ def test_a_signal_stops_the_work_and_brings_production_back(
     captured = capfd.readouterr()
     assert "REJECT" in captured.out, "what was measured is judged"
     assert "production is brought back" in captured.err
+
+
+def test_a_closed_terminal_stops_the_work_and_brings_production_back(project: Project) -> None:
+    project.write(
+        "apply", [("Window | drain", project.set("drained")), ("Measure | one", RECORD), ("Measure | two", LONG)]
+    )
+    run = project.run()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = apply.carry_out(run, project.inventory, PLAN)
+        except K3Error as error:
+            code = int(error.exit_code)
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while not running("sleep 51.7") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == ExitCode.INTERRUPTED
+    assert project.state.read_text() == "serving"
+    assert not running("sleep 51.7")
+    assert "production is back" in run.events.read_text()
 
 
 def test_one_more_ctrl_c_while_production_comes_back_only_warns_and_another_gives_up(

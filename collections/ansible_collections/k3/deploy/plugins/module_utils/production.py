@@ -58,11 +58,6 @@ def write_window(root, window):
     host.write_atomic(path_of(root), json.dumps(window).encode())
 
 
-def same_window(one, other):
-    """Whether two readings are of one window: a run may take a window again after it was closed."""
-    return bool(one) and bool(other) and all(one.get(key) == other.get(key) for key in ("run_id", "opened", "damaged"))
-
-
 def holds(window, params):
     """Whether the window is this run's, or the hand work of the same owner. params: kind, run_id, owner."""
     if window.get("damaged"):
@@ -108,9 +103,7 @@ def outside_words(window, run_id, production_live, now):
     if (window.get("deadline") or now + 1) <= now:
         return f"the maintenance window ended at {moment(window['deadline'])}"
     if production_live:
-        return (
-            "production runs inside the window: this rank was restarted, or somebody started it. Resume the run, which drains it again, or roll back"
-        )
+        return "production runs inside the window: this rank or its unit was restarted; resume the run, which drains it again, or roll back"
     return ""
 
 
@@ -250,8 +243,8 @@ class Return:
             return
         self.changed = True
         with locked(self.root):
-            now = read_window(self.root)
-            if not now or not same_window(now, self.window):
+            now = read_window(self.root) or {}
+            if any(now.get(key) != self.window.get(key) for key in ("run_id", "opened", "damaged")):
                 return  # released meanwhile by another process that proved it too
             if now.get("damaged"):
                 os.replace(path_of(self.root), path_of(self.root, "window-damaged.json"))
