@@ -13,6 +13,8 @@ from k3deploy.errors import InputError, K3Error, Problem
 
 DEFAULT_INVENTORY = "inventory/lab"
 DEFAULT_RUNS = "runs"
+# Ansible's usual ones without `script`, which runs whatever is executable in an inventory's directory.
+INVENTORY_PLUGINS = "host_list,auto,yaml,ini,toml"
 
 
 def state_dir() -> Path:
@@ -48,22 +50,31 @@ def find_playbook(name: str, near: Iterable[Path] = ()) -> Path:
 def inventory_files(inventory: Path) -> list[Path]:
     """The files that an inventory may be written in: its own, and those of ``group_vars`` and ``host_vars`` beside it.
 
-    Raises ``InputError`` for what is neither a file nor a directory, and for a directory that cannot be read.
+    Raises ``InputError`` for what is no inventory. A directory that merely holds one further down is none: Ansible
+    would read everything below it.
     """
     if not (inventory.is_file() or inventory.is_dir()):
         raise InputError([Problem(inventory, 0, "no such inventory: it must be a file or a directory")])
     folder = inventory if inventory.is_dir() else inventory.parent
-    found = []
+    found: list[Path] = []
     try:
         own = sorted(folder.iterdir()) if inventory.is_dir() else [inventory]
-        found += [path for path in own if path.is_file() and path.suffix in {".yml", ".yaml"}]
+        if not any(path.suffix in _INVENTORY_SUFFIXES or path.name == "hosts" for path in own if path.is_file()):
+            raise InputError([Problem(inventory, 0, "no inventory: no hosts.yml or other inventory file is in it")])
         for kind in ("group_vars", "host_vars"):
             for place, _, names in os.walk(folder / kind, onerror=_raise):
-                files = (Path(place, name) for name in sorted(names))
-                found += [path for path in files if path.is_file() and path.suffix in {".yml", ".yaml", ".json", ""}]
+                found += (Path(place, name) for name in sorted(names))
+        wrong = [path for path in (*own, *found) if path.exists() and not (path.is_file() or path.is_dir())]
     except OSError as error:
         raise InputError([Problem(error.filename or folder, 0, f"cannot be read: {error.strerror}")]) from None
-    return found
+    if wrong:  # a named pipe would keep Ansible waiting for ever
+        raise InputError([Problem(path, 0, "is neither a file nor a directory") for path in wrong])
+    own = [path for path in own if path.suffix in {".yml", ".yaml"}]
+    found = [path for path in found if path.suffix in {".yml", ".yaml", ".json", ""}]
+    return [path for path in (*own, *found) if path.is_file()]
+
+
+_INVENTORY_SUFFIXES = frozenset((".yml", ".yaml", ".json", ".ini", ".cfg", ".toml"))
 
 
 def _raise(error: OSError) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3deploy.errors import InputError, K3Error
-from k3deploy.paths import find_playbook, inventory_files, state_dir, write_text
+from k3deploy.paths import INVENTORY_PLUGINS, find_playbook, inventory_files, state_dir, write_text
 from k3deploy.reach import explain
 from k3deploy.secrets import mask, mask_text, secret_values
 from k3deploy.yamlfile import load as load_yaml
@@ -173,6 +173,7 @@ def _status(reported: str, rc: int, interrupted: bool) -> Status:
 def _environment(playbooks: Path, marker: str, launcher: Path) -> dict[str, str]:
     environment = {
         _MARKER: marker,
+        "ANSIBLE_INVENTORY_ENABLED": os.environ.get("ANSIBLE_INVENTORY_ENABLED", INVENTORY_PLUGINS),
         # ansible-runner switches the check off unless told otherwise.
         "ANSIBLE_HOST_KEY_CHECKING": "True",
         "ANSIBLE_NOCOLOR": "1",

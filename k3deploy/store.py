@@ -21,12 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from k3deploy.errors import ExitCode, K3Error, LockedError
+from k3deploy.errors import ExitCode, InputError, K3Error, LockedError
 from k3deploy.paths import state_dir, write_json, write_text
+from k3deploy.secrets import mask_text
+from k3deploy.yamlfile import read_bytes
 
 _TEMPLATE = re.compile(r"\{[{%#]")
 _RUN_ID = re.compile(r"^\d{8}T\d{6}-.+-[0-9a-f]{6}$")
 LATEST = "latest"
+MAX_BYTES = 64 << 20  # of a file of a run directory: a plan is some 100 KiB
 
 
 class RunNotFound(K3Error):
@@ -146,7 +149,7 @@ class Store:
             "tool": dict(tool),
             "options": dict(options),
             "owner": operator(),
-            "reason": reason,
+            "reason": mask_text(reason),
         }
         run = Run(path, **about)
         for folder in ("inventory", "blocks", "logs", "ranks"):
@@ -290,10 +293,10 @@ def _slug(text: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunNotFound(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+        value = json.loads(read_bytes(path, MAX_BYTES))
+    except InputError as error:
+        raise RunNotFound(str(error)) from None
+    except (ValueError, RecursionError) as error:
         raise RunNotFound(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RunNotFound(f"{path} does not hold a JSON object")

@@ -24,6 +24,7 @@ KeyPath = tuple[str | int, ...]
 
 # Far above what a person writes, far below what makes validation slow: aliases can multiply a few lines into millions.
 MAX_NODES = 200_000
+MAX_BYTES = 4 << 20
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp")}
 
 
@@ -171,6 +172,21 @@ class _TooLarge(Exception):
         self.node = node
 
 
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes; whatever else is there is an ``InputError``."""
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe would be waited for, and /dev/zero has no end
+            raise InputError([Problem(path, 0, "cannot be read: it is not a file")])
+        if path.stat().st_size > limit:
+            raise InputError(
+                [Problem(path, 0, f"is larger than {limit >> 20} MiB: not the kind of file that is read here")]
+            )
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError([Problem(path, 0, f"cannot be read: {reason}")]) from None
+
+
 def load(path: Path, *, any_tag: bool = False) -> Document:
     """Read one YAML document.
 
@@ -179,12 +195,9 @@ def load(path: Path, *, any_tag: bool = False) -> Document:
     runaway aliases.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError([Problem(path, 0, f"not UTF-8 text (byte {error.start})")]) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError([Problem(path, 0, f"cannot be read: {reason}")]) from None
     constructor = _Constructor(path, any_tag=any_tag)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from k3deploy.errors import InputError, Problem
 from k3deploy.inventory import Model
+from k3deploy.yamlfile import MAX_BYTES, read_bytes
 
 if TYPE_CHECKING:
     from k3deploy.memory import ModelFacts
@@ -19,11 +20,11 @@ def with_sidecar(model: Model) -> Model:
         return model
     path = Path(model.sidecar)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not JSON"
+        record = json.loads(read_bytes(path, MAX_BYTES))
+    except (InputError, ValueError, RecursionError) as error:
+        reason = error.problems[0].message if isinstance(error, InputError) else "not JSON"
         raise InputError(
-            [Problem(path, 0, f"cannot read the model's sidecar: {reason}")],
+            [Problem(path, 0, f"the model's sidecar: {reason}")],
             remedy="Make the model: k3deploy lab model",
         ) from None
     if not isinstance(record, dict):

@@ -84,3 +84,25 @@ def test_any_words_of_ssh_give_a_sentence(words: str) -> None:
         patch.setattr(reach, "_ssh", lambda *_: "nothing")
         patch.setattr(reach, "_pings", lambda _: None)
         assert "rank2" in reach.explain(words, "rank2")
+
+
+CHANGED = """\
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\r
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r
+Offending ED25519 key in /home/me/known hosts:3\r
+Host key for 10.0.0.2 has changed and you have requested strict checking.\r
+Host key verification failed."""
+UNKNOWN = (
+    "No ED25519 host key is known for 10.0.0.2 and you have requested strict checking.\r\nHost key verification failed."
+)
+
+
+def test_a_changed_host_key_is_told_with_what_to_compare_and_what_to_forget() -> None:
+    told = reach.explain(CHANGED, "rank2")
+    assert "not the one that is pinned" in told and "ssh-keygen -R 10.0.0.2 -f '/home/me/known hosts'" in told
+    assert "nothing was sent" in told
+
+
+def test_an_unknown_host_key_is_told_with_what_to_compare() -> None:
+    assert "no host key is pinned for 10.0.0.2" in reach.explain(UNKNOWN, "rank2")
+    assert "rank2" in reach.explain("Host key verification failed.", "rank2")
