@@ -18,6 +18,8 @@ from k3deploy.errors import ExitCode, InputError, K3Error
 # name -> (module, attribute, one line of help). The module is imported when its command is used: help must be instant.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "apply": ("k3deploy.commands.apply", "apply", "Build, start, measure and judge a candidate; put production back."),
+    "calibrate": ("k3deploy.commands.calibrate", "calibrate", "Measure the baseline against itself."),
+    "campaign": ("k3deploy.commands.campaign", "campaign", "Measure many candidates in one window, with one baseline."),
     "plan": ("k3deploy.commands.plan", "plan", "Show what apply would run, rank by rank; change nothing."),
     "rollback": ("k3deploy.commands.rollback", "rollback", "Stop the candidate everywhere and bring production back."),
     "window": ("k3deploy.commands.window", "window", "Open, extend, close or show the maintenance window."),

@@ -97,22 +97,21 @@ def compare(one: str, other: str, runs: Path, as_json: bool) -> int:
     from k3deploy.store import Store
 
     both = [Store(runs).load(reference) for reference in (one, other)]
-    plans = [run.plan() for run in both]
     speeds = [past.levels(records.assemble(run.path)) for run in both]
-    differing = past.differences(*(past.comparable(plan) for plan in plans))
-    differing += past.differences(*({"tool": run.tool} for run in both))
-    cells = [
-        {"arm": arm, "cell": cell, "state": state, "one": before[0], "other": after[0], "starts": [before[1], after[1]]}
-        for (arm, cell, state), before in speeds[0].items()
-        if (after := speeds[1].get((arm, cell, state)))
+    before, after = ({**past.comparable(run.plan()), "tool": run.tool} for run in both)
+    differing = past.differences(before, after)
+    cells: list[dict[str, Any]] = [
+        {"arm": arm, "cell": cell, "state": state, "one": mine[0], "other": theirs[0], "starts": [mine[1], theirs[1]]}
+        for (arm, cell, state), mine in speeds[0].items()
+        if (theirs := speeds[1].get((arm, cell, state)))
     ]
     if as_json:
-        places = [{"place": place, "one": before, "other": after} for place, before, after in differing]
+        places = [{"place": place, "one": mine, "other": theirs} for place, mine, theirs in differing]
         print_json({"runs": [run.id for run in both], "differences": places, "cells": cells})
         return int(ExitCode.OK)
     table = _table("differs", both[0].id, both[1].id)
-    for entry in differing:
-        table.add_row(*entry)
+    for difference in differing:
+        table.add_row(*difference)
     console().print(table if differing else "the two runs were made alike: same arms, builds, model and tool")
     table = _table("arm", "cell", "t/s", "t/s", "change", "server starts")
     for entry in cells:

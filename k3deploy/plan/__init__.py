@@ -5,8 +5,19 @@
 """
 
 from k3deploy.plan.arms import slug
+from k3deploy.plan.campaign import campaign_candidates, campaign_name, make_campaign
 from k3deploy.plan.layer import render_run_layer
 from k3deploy.plan.make import make_plan
 from k3deploy.plan.model import Plan, PlanError, PlannedArm
 
-__all__ = ["Plan", "PlanError", "PlannedArm", "make_plan", "render_run_layer", "slug"]
+__all__ = [
+    "Plan",
+    "PlanError",
+    "PlannedArm",
+    "campaign_candidates",
+    "campaign_name",
+    "make_campaign",
+    "make_plan",
+    "render_run_layer",
+    "slug",
+]

@@ -24,16 +24,15 @@ _JUNIT = {"fail": "failure", "open": "skipped"}
 def llama_bench(plan: Plan, facts: Facts, _verdict: Verdict) -> str:
     """A JSON list with llama-bench's fields, one entry a block and cell.
 
-    ``n_gen`` is 0 for a prefill cell, ``n_prompt`` for a decode cell, as llama-bench has it. Beside its fields stand the
-    arm, the state (llama-bench has only cold ones), the block and the run. The times are the server's own: prefill of a
+    ``n_gen`` is 0 for a prefill cell, ``n_prompt`` for a decode cell, as llama-bench has it. Beside its fields stand
+    the arm, the state (llama-bench has only cold ones), the block and the run. The times are the server's own: prefill of a
     prompt includes the sampling of its first token, which llama-bench leaves out.
     """
     entries = []
     for block, cell in _cells(facts):
-        samples = cell.valid()
-        times = [_nanoseconds(cell, sample) for sample in samples]
-        speeds = [_speed(cell, sample) for sample in samples]
-        if not samples or None in times or None in speeds:
+        times = [taken for sample in cell.valid() if (taken := _nanoseconds(cell, sample)) is not None]
+        speeds = [speed for sample in cell.valid() if (speed := _speed(cell, sample)) is not None]
+        if not times or len(times) != len(speeds):
             continue
         settings = _settings(plan, block.arm)
         entries.append(
@@ -173,7 +172,7 @@ def _nanoseconds(cell: Cell, sample: Sample) -> float | None:
 
 
 def _settings(plan: Plan, arm: str) -> Mapping[str, Any]:
-    found = next((entry for entry in plan.get("arms") or [] if entry.get("name") == arm), {})
+    found: Mapping[str, Any] = next((entry for entry in plan.get("arms") or [] if entry.get("name") == arm), {})
     return found.get("settings") or {}
 
 

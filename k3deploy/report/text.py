@@ -7,18 +7,42 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from k3deploy.facts import Facts
 from k3deploy.judge import ArmVerdict, Comparison, Verdict
 from k3deploy.report import words
+from k3deploy.report.matrix import HEADINGS, MatrixRow, matrix_rows
 from k3deploy.report.view import View, make_view
 
 STYLES = {"ACCEPT": "bold green", "REJECT": "bold red", "INCONCLUSIVE": "bold yellow", "INVALID": "bold magenta"}
 GATE_STYLES = {"pass": "green", "fail": "red", "open": "yellow"}
 MIN_WIDTH = 60
 MAX_WIDTH = 140
+
+
+def render_matrix(rows: Sequence[MatrixRow], *, width: int | None = None) -> str:
+    """A campaign's matrix as a table for a terminal, without a final newline."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        cells = {**asdict(row), "verdict": Text(row.verdict, style=STYLES[row.verdict])}
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells.values()))
+    console = Console(file=io.StringIO(), width=width or _columns())
+    with console.capture() as capture:
+        console.print(table, highlight=False)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+
+
+def _columns() -> int:
+    return min(MAX_WIDTH, max(MIN_WIDTH, shutil.get_terminal_size((100, 40)).columns))
 
 
 def render_text(verdict: Verdict, *, width: int | None = None, color: bool | None = None) -> str:
@@ -30,7 +54,7 @@ def render_text(verdict: Verdict, *, width: int | None = None, color: bool | Non
     from rich.table import Table
     from rich.text import Text
 
-    columns = width or min(MAX_WIDTH, max(MIN_WIDTH, shutil.get_terminal_size((100, 40)).columns))
+    columns = width or _columns()
     coloured = sys.stdout.isatty() if color is None else color
     parts: list[Any] = [Text.assemble((verdict.outcome, STYLES[verdict.outcome]), f"  {verdict.candidate}")]
     parts.append(Text(verdict.reason))
@@ -80,6 +104,9 @@ def render_markdown(plan: Mapping[str, Any], facts: Facts, verdict: Verdict, run
         "",
         f"{verdict.pairs} complete pairs of server starts, run {_code(verdict.run_id)}.",
     ]
+    if len(verdict.arms) > 1:
+        rows = [list(asdict(row).values()) for row in matrix_rows(plan, facts, verdict)]
+        lines += ["", "## All arms", "", *_table(HEADINGS, rows)]
     for arm in verdict.arms:
         lines += _arm_lines(arm, view)
     for state in view.states:
