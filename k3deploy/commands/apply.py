@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from k3deploy.commands import consent, judging, planning
+from k3deploy.commands import consent, judging, planning, power
 from k3deploy.commands.options import (
     CONTEXT,
     CandidateType,
@@ -32,6 +34,7 @@ from k3deploy.commands.window import locked as locked_words
 from k3deploy.errors import ExitCode, InterruptedRun, K3Error, LockedError, PreflightError
 
 if TYPE_CHECKING:
+    from k3deploy.commands.cost import Cost
     from k3deploy.commands.planning import Planned
     from k3deploy.progress import Progress
     from k3deploy.runner import RunResult
@@ -47,7 +50,7 @@ Examples:
   k3deploy apply candidate-U2+U6 -i inventory/gb10     rows together, on the real cluster
   k3deploy apply candidate-U9 --check                  what would change on the ranks; changes nothing
   k3deploy apply --resume latest                       go on where a run was stopped
-  k3deploy apply candidate-U2 -i inventory/gb10 --yes --reason "ticket 4711" --pairs 6
+  k3deploy apply candidate-U2 -i inventory/gb10 --yes --reason "ticket 4711" --pairs 8
 
 Ctrl-C once stops the work and brings production back. The exit code is the verdict: 0 ACCEPT, 10 REJECT,
 11 INCONCLUSIVE, 12 INVALID; 20 means that production is not back. All codes: k3deploy --help."""
@@ -61,6 +64,12 @@ Ctrl-C once stops the work and brings production back. The exit code is the verd
 @click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
+@click.option("--max-hours", type=click.FloatRange(min=0.01), help="Begin no round of blocks that would end later.")
+@click.option(
+    "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Of the order of the blocks.  [default: drawn, and recorded]")
+@click.option("--anyway", is_flag=True, help="Measure also where the pairs are too few to be accepted.")
 @click.option("--resume", type=RunType(), help="Go on with this run (an id, or latest); measured blocks are kept.")
 @click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
@@ -81,6 +90,10 @@ def apply(
     pairs: int | None,
     cells: str | None,
     repeats: int | None,
+    max_hours: float | None,
+    delta: float | None,
+    seed: int | None,
+    anyway: bool,
     resume: str | None,
     check: bool,
     yes: bool,
@@ -89,31 +102,53 @@ def apply(
     as_json: bool,
 ) -> int:
     """Build CANDIDATE, drain production, measure candidate and baseline in pairs, judge, and put production back."""
+    if resume is None and candidate is None:
+        raise UsageProblem("which candidate?", remedy="k3deploy matrix lists them; k3deploy apply candidate-U2")
+    options: dict[str, Any] = {"pairs": pairs, "cells": cells, "repeats": repeats, "delta": delta, "seed": seed}
+    request = Request(ctx, candidate, inventory, matrix_dir, runs, options, max_hours, resume, reason, deadline)
+    return launch(request, check=check, yes=yes, anyway=anyway, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for: a candidate or a run to resume, with the options that a later resume takes over."""
+
+    ctx: click.Context
+    candidate: str | None
+    inventory: Path
+    matrix_dir: Path | None
+    runs: Path
+    options: dict[str, Any]
+    max_hours: float | None = None
+    resume: str | None = None
+    reason: str = ""
+    deadline: int | None = None
+
+
+def launch(
+    request: Request, *, check: bool = False, yes: bool = False, anyway: bool = False, as_json: bool = False
+) -> int:
+    """Plan, ask, run and judge; the exit code."""
     from k3deploy.plan import render_run_layer
     from k3deploy.store import Store, lock
 
-    store = Store(runs)
-    options: dict[str, Any] = {"pairs": pairs, "cells": cells, "repeats": repeats}
+    store = Store(request.runs)
+    candidate, inventory, options = str(request.candidate), request.inventory, dict(request.options)
     run: Run | None = None
-    if resume is not None:
-        run = store.load(resume)
-        candidate, inventory, options = _as_before(ctx, run, candidate, inventory, options)
-    elif candidate is None:
-        raise UsageProblem("which candidate?", remedy="k3deploy matrix lists them; k3deploy apply candidate-U2")
-    planned = planning.make(
-        candidate,
-        inventory,
-        matrix_dir,
-        options["pairs"],
-        planning.split_cells(options["cells"]),
-        options["repeats"],
-    )
+    if request.resume is not None:
+        run = store.load(request.resume)
+        candidate, inventory, options = _as_before(request.ctx, run, request.candidate, inventory, options)
+    elif options["seed"] is None:
+        options["seed"] = secrets.randbelow(1 << 31)  # the order of the blocks; kept with the run
+    planned, cost = _plan(request, candidate, inventory, options, run, anyway=anyway)
+    layer = render_run_layer(planned.plan)
+    layer["all"]["vars"]["k3_run_advisor"] = power.advisor(request.max_hours, cost)
     if check:
-        return _check(planned, candidate, render_run_layer(planned.plan))
+        return _check(planned, candidate, layer)
     with lock(planned.cluster.name, f"apply {candidate}"):
-        deadline = deadline or consent.window_length(planned, run)
+        deadline = request.deadline or consent.window_length(planned, run)
         consent.confirm(planned, store, run, yes, deadline)
-        layer, tool = render_run_layer(planned.plan), planning.tool_identity()
+        tool = planning.tool_identity()
         if run is not None:
             store.resume(run, planned.mapping, layer, tool, deadline)
         else:
@@ -125,10 +160,40 @@ def apply(
                 inventory=inventory,
                 tool=tool,
                 options=options,
-                reason=reason,
+                reason=request.reason,
                 deadline_s=deadline,
             )
         return carry_out(run, inventory, planned.mapping, as_json=as_json)
+
+
+def _plan(
+    request: Request, candidate: str, inventory: Path, options: dict[str, Any], run: Run | None, *, anyway: bool
+) -> tuple[Planned, Cost | None]:
+    """The plan, weighed by what is known of the cluster's spread; a resumed run keeps what its own plan said."""
+
+    def make(pairs: int | None) -> Planned:
+        cells = planning.split_cells(options["cells"])
+        return planning.make(
+            candidate,
+            inventory,
+            request.matrix_dir,
+            pairs,
+            cells,
+            options["repeats"],
+            delta=options["delta"],
+            seed=options["seed"],
+        )
+
+    planned = make(options["pairs"])
+    found, cost = power.known(planned, request.runs)
+    if run is not None:
+        return power.with_rule(planned, {"no_accept": run.plan()["rule"]["no_accept"]}), cost
+    if options["pairs"] is None and request.max_hours is not None:
+        options["pairs"] = power.pairs_in(request.max_hours, len(planned.mapping["arms"]), cost)
+        planned = make(options["pairs"])
+        found, cost = power.known(planned, request.runs)
+    warn(power.words(planned, found, cost), "cyan")
+    return power.weigh(planned, found, cost, anyway=anyway), cost
 
 
 def _as_before(

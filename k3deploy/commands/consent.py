@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,9 +20,13 @@ _WINDOW_EXTRA_S = 900
 
 
 def window_length(planned: Planned, run: Run | None) -> int:
-    """Seconds until a run's window ends by itself: all that its blocks may take, each up to its own deadline."""
+    """Seconds until a run's window ends by itself: all that its blocks may take, each up to its own deadline, those
+    included that may have to be measured again."""
+    from k3deploy.judge.step import spares
+
     cluster = planned.cluster
-    left = len(planned.mapping["blocks"]) - (len(run.blocks) if run is not None else 0)
+    planned_blocks = len(planned.mapping["blocks"])
+    left = planned_blocks - (len(run.blocks) if run is not None else 0) + spares(planned_blocks)
     block = cluster.load_timeout_s + planned.plan.bench.deadline_s + _BLOCK_EXTRA_S
     return int(cluster.production.drain_timeout_s + left * block + _WINDOW_EXTRA_S)
 
@@ -48,27 +51,12 @@ def confirm(planned: Planned, store: Store, run: Run | None, yes: bool, deadline
     click.confirm("Go on?", abort=True, err=True)
 
 
-def _moment(value: str | float) -> float:
-    """Seconds since the epoch, from those or from an ISO time."""
-    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
-
-
 def _expected(store: Store, cluster: str, blocks: int) -> str:
     """How long that many blocks took on this cluster before."""
-    import json
-
+    from k3deploy.commands.cost import block_cost
     from k3deploy.progress import duration
 
-    seconds: list[float] = []
-    for run in store.runs():
-        if run.cluster != cluster or len(seconds) > 20:
-            continue
-        for path in run.blocks:
-            try:
-                record = json.loads(path.read_text(encoding="utf-8"))
-                seconds.append(_moment(record["ended"]) - _moment(record["started"]))
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # a record that is not readable says nothing about time
-    if not seconds:
+    cost = block_cost(store, cluster)
+    if cost is None:
         return "for how long is not known yet: no block was measured on this cluster so far"
-    return f"about {duration(sum(seconds) / len(seconds) * blocks)} by earlier runs"
+    return f"about {duration(cost.block_s * blocks)} by earlier runs"

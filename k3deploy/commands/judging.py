@@ -31,12 +31,15 @@ class Outcome:
 
 def conclude(run: Run) -> Outcome:
     """Assemble the facts, judge them, and write ``facts.json``, ``verdict.json`` and the reports."""
+    from k3deploy import calibration
     from k3deploy import facts as records
     from k3deploy.judge import judge
     from k3deploy.paths import write_json, write_text
+    from k3deploy.plan.again import CALIBRATE
     from k3deploy.report import write_html
     from k3deploy.report.export import FORMATS
-    from k3deploy.report.text import render_markdown, render_text
+    from k3deploy.report.matrix import matrix_rows
+    from k3deploy.report.text import render_markdown, render_matrix, render_text
 
     plan = run.plan()
     facts = records.assemble(run.path)
@@ -46,9 +49,14 @@ def conclude(run: Run) -> Outcome:
     write_json(run.path / "verdict.json", mapping)
     html = write_html(run.path, plan, facts, verdict)
     write_text(run.path / "report.md", render_markdown(plan, facts, verdict, run.path))
+    if plan["candidate"] == CALIBRATE and (found := calibration.calibration_of(plan, facts, verdict.arms[0])):
+        calibration.write(run.path.parent, found)
     for name, render in FORMATS.values():
         write_text(run.path / name, render(plan, facts, verdict))
-    return Outcome(mapping, render_text(verdict), html, EXIT_CODES[mapping["outcome"]])
+    text = render_text(verdict)
+    if len(verdict.arms) > 1:
+        text += "\n\n" + render_matrix(matrix_rows(plan, facts, verdict))
+    return Outcome(mapping, text, html, EXIT_CODES[mapping["outcome"]])
 
 
 def show(outcome: Outcome, run: Run, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from k3deploy.commands import planning
+from k3deploy.commands import planning, power
 from k3deploy.commands.options import (
     CONTEXT,
     CandidateType,
@@ -18,6 +18,7 @@ from k3deploy.commands.options import (
     json_option,
     matrix_option,
     print_json,
+    runs_option,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ Contacts no rank and changes nothing."""
 @click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
+@click.option(
+    "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
+)
+@runs_option
 @json_option
 def plan(
     candidate: str,
@@ -49,18 +54,20 @@ def plan(
     pairs: int | None,
     cells: str | None,
     repeats: int | None,
+    delta: float | None,
+    runs: Path,
     as_json: bool,
 ) -> None:
     """Resolve CANDIDATE: processes, differences from the baseline, memory, gates and blocks."""
-    planned = planning.make(candidate, inventory, matrix_dir, pairs, planning.split_cells(cells), repeats)
+    planned = planning.make(candidate, inventory, matrix_dir, pairs, planning.split_cells(cells), repeats, delta)
     if as_json:
         print_json(planned.mapping)
         return
-    show(console(), planned.mapping)
+    show(console(), planned.mapping, power.words(planned, *power.known(planned, runs)))
 
 
-def show(out: Console, plan: Mapping[str, Any]) -> None:
-    """Print a plan (as JSON data) for people."""
+def show(out: Console, plan: Mapping[str, Any], promise: str = "") -> None:
+    """Print a plan (as JSON data) for people. promise: what its pairs can show, in words."""
     out.print(_text(f"{plan['candidate']} on {plan['cluster']} ({', '.join(plan['ranks'])})", "bold"))
     for row in plan["rows"]:
         out.print(_text(f"  {row['id']}  {row['title']} ({row['kind']})"))
@@ -69,12 +76,12 @@ def show(out: Console, plan: Mapping[str, Any]) -> None:
     _processes(out, plan)
     _forecast(out, plan)
     _gates(out, plan)
-    _blocks(out, plan)
+    _blocks(out, plan, promise)
     _remarks(out, plan)
 
 
 def _differences(out: Console, plan: Mapping[str, Any]) -> None:
-    table = _table("difference from the baseline", "baseline", *(arm["name"] for arm in plan["arms"][1:]))
+    table = table_of("difference from the baseline", "baseline", *(arm["name"] for arm in plan["arms"][1:]))
     keys: dict[str, str] = {}
     for arm in plan["arms"][1:]:
         keys.update({entry["key"]: entry["baseline"] for entry in arm["differences"]})
@@ -89,7 +96,7 @@ def _processes(out: Console, plan: Mapping[str, Any]) -> None:
     """The baseline's processes in full, the other arms' where they differ."""
     baseline = plan["arms"][0]["processes"]
     for arm in plan["arms"]:
-        table = _table(arm["name"], f"release {arm['build']} ({arm['build_key']})")
+        table = table_of(arm["name"], f"release {arm['build']} ({arm['build_key']})")
         for rank, processes in arm["processes"].items():
             for kind in ("worker", "head"):
                 process = processes.get(kind)
@@ -113,7 +120,7 @@ def _forecast(out: Console, plan: Mapping[str, Any]) -> None:
     columns = list(dict.fromkeys(key for arm in plan["arms"] for entry in arm["forecast"] for key in entry))
     if not columns:
         return
-    table = _table("memory forecast", *(column.replace("_", " ") for column in columns))
+    table = table_of("memory forecast", *(column.replace("_", " ") for column in columns))
     for arm in plan["arms"]:
         for entry in arm["forecast"]:
             _row(table, arm["name"], *(_cell(entry.get(column)) for column in columns))
@@ -121,7 +128,7 @@ def _forecast(out: Console, plan: Mapping[str, Any]) -> None:
 
 
 def _gates(out: Console, plan: Mapping[str, Any]) -> None:
-    table = _table("gate", "looks at", "requires")
+    table = table_of("gate", "looks at", "requires")
     for name, gate in plan["gates"].items():
         subject = ", ".join(gate["cells"]) + f" {gate['state']} ({gate['metric']})" if gate["cells"] else ""
         limit = "" if gate["limit"] is None else f" {gate['limit']}"
@@ -134,16 +141,28 @@ def _gates(out: Console, plan: Mapping[str, Any]) -> None:
     _section(out, table)
 
 
-def _blocks(out: Console, plan: Mapping[str, Any]) -> None:
+def _blocks(out: Console, plan: Mapping[str, Any], promise: str) -> None:
     bench = plan["bench"]
     order = "  ".join(f"{block['index'] + 1} {block['arm']}" for block in plan["blocks"])
     cells = ", ".join(f"{cell['cell']} {cell['state']}" for cell in bench["cells"])
-    table = _table("measurement", "")
+    table = table_of("measurement", "")
     _row(table, f"{len(plan['blocks'])} blocks", order)
     _row(table, "cells of each", f"{cells}; {bench['repeats']} times")
+    _rule(table, plan, promise)
     if bench["probes"]:
         _row(table, "probes", ", ".join(bench["probes"]))
     _section(out, table)
+
+
+def _rule(table: Table, plan: Mapping[str, Any], promise: str) -> None:
+    from k3deploy import stats
+
+    rule = plan["rule"]
+    alpha = stats.ALPHA / (len(plan["arms"]) - 1)
+    spent = [f"{n} pairs (at most {stats.spent(n / rule['looks'][-1], alpha):.2%} spent)" for n in rule["looks"]]
+    _row(table, "ACCEPT", f"the whole interval above +{rule['delta']:.0%}; looked at after {', '.join(spent)}")
+    if promise:
+        _row(table, "promise", promise)
 
 
 def _remarks(out: Console, plan: Mapping[str, Any]) -> None:
@@ -154,13 +173,14 @@ def _remarks(out: Console, plan: Mapping[str, Any]) -> None:
         for known in plan["findings"]
     ]
     if notes:
-        table = _table("note", "")
+        table = table_of("note", "")
         for subject, note in notes:
             _row(table, subject or "all", note)
         _section(out, table)
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
+    """An empty table in the style of every listing."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold cyan", pad_edge=False, padding=(0, 2, 0, 0))

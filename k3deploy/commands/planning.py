@@ -29,17 +29,24 @@ def make(
     pairs: int | None = None,
     cells: Sequence[str] = (),
     repeats: int | None = None,
+    delta: float | None = None,
+    seed: int | None = None,
 ) -> Planned:
-    """Load matrix and inventory and resolve the plan; raises ``K3Error``. Contacts no rank."""
+    """Load matrix and inventory and resolve the plan; raises ``K3Error``. Contacts no rank. delta: in per cent."""
     from k3deploy import inventory as inventories
     from k3deploy.matrix import Matrix
-    from k3deploy.plan import make_plan
+    from k3deploy.plan import campaign_candidates, make_campaign, make_plan
 
     cluster = inventories.load(inventory)
     matrix = Matrix.load(matrix_dir or Path(cluster.matrix))
-    given = {"pairs": pairs, "repeats": repeats}
+    given = {"pairs": pairs, "repeats": repeats, "seed": seed, "delta": None if delta is None else delta / 100}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    plan = make_plan(matrix, cluster, candidate, cells=list(cells) or None, **options)
+
+    def one(name: str) -> Plan:
+        return make_plan(matrix, cluster, name, cells=list(cells) or None, **options)
+
+    several = campaign_candidates(candidate) is not None
+    plan = make_campaign(candidate, pairs or 1, one) if several else one(candidate)
     # Absolute, so that a run resumed from another working directory has the same plan.
     plan = plan.model_copy(update={"inventory": str(inventory.resolve())})
     return Planned(inventory, cluster, plan, plan.model_dump(mode="json"))

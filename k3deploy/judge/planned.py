@@ -50,6 +50,8 @@ class PlannedArm(_View):
     transport: ArmTransport | None = None
     processes: dict[str, PlannedRank] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+    candidate: str = ""
+    gates: dict[str, PlannedGate] | None = None
 
 
 class Known(_View):
@@ -68,6 +70,7 @@ class PlannedRule(_View):
     delta: float = DELTA
     looks: list[int] = Field(default_factory=list)
     no_accept: str = ""
+    fixed: bool = False
 
 
 class PlanView(_View):
@@ -81,6 +84,16 @@ class PlanView(_View):
     blocks: list[dict[str, Any]] = Field(default_factory=list)
     transport: Transport = Field(default_factory=Transport)
     rule: PlannedRule = Field(default_factory=PlannedRule)
+
+    def gates_of(self, arm: PlannedArm) -> dict[str, PlannedGate]:
+        """What ``arm`` is judged by: its own gates where it has some (in a campaign); the baseline: what any is."""
+        if arm.gates is not None:
+            return arm.gates
+        others = [one for one in self.arms[1:] if one.gates] if arm.name == self.arms[0].name else []
+        return {
+            **self.gates,
+            **{f"{one.name} {name}": gate for one in others for name, gate in (one.gates or {}).items()},
+        }
 
     def rule_for(self, pairs: int, alpha: float = stats.ALPHA) -> Rule:
         """The rule of a run with ``pairs`` pairs so far. A plan without looks is looked at once: at its end."""

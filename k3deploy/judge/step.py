@@ -56,7 +56,7 @@ def next_step(
     if not left:
         return Step(None, "every planned block is measured")
     final: set[str] = set()
-    if kept:
+    if kept and not view.rule.fixed:
         verdict = judge(plan, facts.model_copy(update={"blocks": kept}))
         final = {arm.arm for arm in verdict.arms if arm.outcome in FINAL}
         if len(final) == len(verdict.arms):

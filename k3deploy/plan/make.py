@@ -9,6 +9,7 @@ from k3deploy import stats
 from k3deploy.inventory import BuildSpec, Cluster
 from k3deploy.judge import DELTA
 from k3deploy.matrix import BASELINE, Finding, Matrix
+from k3deploy.plan.again import CALIBRATE, calibrate_candidate
 from k3deploy.plan.arms import ArmPlanner
 from k3deploy.plan.blocks import REPEATS, SEED, bench_request, evidence_of, order_blocks
 from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, PlannedRule, RowSummary
@@ -30,14 +31,13 @@ def make_plan(
     repeats: int = REPEATS,
     delta: float = DELTA,
     seed: int = SEED,
-    no_accept: str = "",
     model_facts: ModelFacts | None = None,
 ) -> Plan:
     """Resolve ``candidate`` on ``cluster``.
 
     pairs: how often baseline and arms are measured beside each other. cells: names such as ``pp2048`` to measure
-    instead of all. delta: the smallest gain that is worth a change. seed: of the order of the blocks. no_accept: why
-    this run cannot end in ACCEPT, if so. model_facts: facts of the model, instead of those that the inventory or the
+    instead of all. delta: the smallest gain that is worth a change. seed: of the order of the blocks.
+    model_facts: facts of the model, instead of those that the inventory or the
     model's file give.
 
     Raises ``CandidateError`` (unknown or impossible candidate), ``PlanError`` (not possible on this cluster) and
@@ -45,7 +45,7 @@ def make_plan(
     """
     if pairs < 1 or repeats < 1:
         raise PlanError("pairs and repeats must be at least 1")
-    resolved = matrix.resolve(candidate)
+    resolved = calibrate_candidate(cells) if candidate == CALIBRATE else matrix.resolve(candidate)
     model = with_sidecar(cluster.model)
     facts = model_facts or read_facts(model)
     planner = ArmPlanner(matrix, cluster, resolved, facts)
@@ -71,7 +71,7 @@ def make_plan(
         notes=[*planner.notes, *_notes(matrix, cluster, facts, arms[0])],
         builds=builds,
         blocks=order_blocks(arms, pairs, seed),
-        rule=PlannedRule(delta=delta, looks=stats.looks(pairs, len(arms) - 1), seed=seed, no_accept=no_accept),
+        rule=PlannedRule(delta=delta, looks=stats.looks(pairs, len(arms) - 1), seed=seed, fixed=candidate == CALIBRATE),
         parity=parity_request(cluster),
         bench=bench_request(resolved, model, arms, cells, repeats),
     )

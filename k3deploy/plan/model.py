@@ -78,6 +78,9 @@ class PlannedArm(_Data):
     transport: ArmTransport
     forecast: list[dict[str, Any]] = Field(default_factory=list, description="one entry a rank; empty without facts")
     notes: list[str] = Field(default_factory=list)
+    # Of a campaign, whose candidates have gates of their own; elsewhere the plan's hold for every arm.
+    candidate: str = ""
+    gates: dict[str, Gate] | None = None
 
 
 class RowSummary(_Data):
@@ -133,12 +136,14 @@ class Bench(_Data):
 class PlannedRule(_Data):
     """What an ACCEPT takes, fixed before anything is measured. delta: the smallest worthwhile gain, as a share. looks:
     after how many pairs an ACCEPT may be spoken. no_accept: why it may not be spoken at all, if so. seed: of the order.
+    fixed: all pairs are measured, whatever the first ones say.
     """
 
     delta: float
     looks: list[int]
     seed: int
     no_accept: str = ""
+    fixed: bool = False
 
 
 class Plan(_Data):

@@ -56,6 +56,7 @@ PLAN: dict[str, Any] = {
     },
     "guards": {"rank_available_mib": 1536, "memlock_mib_per_connection": None},
     "blocks": [{"index": 0, "arm": "baseline"}, {"index": 1, "arm": "U2@2048"}],
+    "rule": {"delta": 0.02, "looks": [6, 8], "seed": 1, "no_accept": "", "fixed": False},
     "bench": {"cells": [{"cell": "pp2048", "state": "cold"}], "repeats": 2, "probes": []},
     "notes": ["everything is smaller here"],
     "findings": [{"row": "U2", "text": "pipelining is lost", "contradicts": True}],
@@ -83,6 +84,10 @@ def test_a_plan_shows_differences_processes_memory_gates_blocks_and_findings() -
         "against the hypothesis: pipelining is lost",
     ):
         assert words in text, words
+
+
+def test_a_plan_says_what_an_accept_takes_before_anything_is_measured() -> None:
+    assert "the whole interval above +2%; looked at after 6 pairs (at most 2.36% spent), 8 pairs" in shown()
 
 
 def test_an_arm_shows_only_the_processes_that_differ_from_the_baseline_s() -> None:
@@ -142,10 +147,10 @@ def test_a_window_is_as_long_as_all_blocks_up_to_their_own_deadlines_and_shorter
     made.cluster.production.drain_timeout_s = 600
     plan: Any = SimpleNamespace(bench=SimpleNamespace(deadline_s=900))
     whole = Planned(made.inventory, made.cluster, plan, {"blocks": [0, 1, 2, 3]})
-    assert consent.window_length(whole, None) == 600 + 4 * (1000 + 900 + 120) + 900
+    assert consent.window_length(whole, None) == 600 + (4 + 2) * (1000 + 900 + 120) + 900
     run = store.create("candidate-U2", PLAN, {"all": {}}, cluster="east", inventory=tmp_path, tool={}, options={})
     (run.path / "blocks" / "000.json").write_text("{}")
-    assert consent.window_length(whole, run) == 600 + 3 * (1000 + 900 + 120) + 900
+    assert consent.window_length(whole, run) == 600 + (3 + 2) * (1000 + 900 + 120) + 900
 
 
 def test_how_long_it_takes_is_told_from_earlier_blocks_of_the_cluster(store: Store, tmp_path: Path) -> None:

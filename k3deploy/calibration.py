@@ -1,0 +1,197 @@
+"""The baseline against itself: how much two starts of one arm differ, kept by cluster, model and build.
+
+A calibration is what a plan's promise rests on: how small a gain its pairs can show, and whether the measuring path
+itself prefers the arm that runs first or second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from k3deploy import stats
+from k3deploy.facts import Facts, State
+from k3deploy.judge import ArmVerdict, Comparison
+from k3deploy.judge.rule import STOP_PAIRS
+from k3deploy.paths import write_json
+
+FOLDER = "calibration"
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class CellSpread(_Data):
+    """One cell of the baseline against itself: the spread of the pairs' log ratios, their mean ratio with its interval,
+    and what being second in a pair does, as a ratio with its interval."""
+
+    cell: str
+    state: State
+    metric: str
+    pairs: int
+    spread: float
+    ratio: float
+    low: float
+    high: float
+    order: float
+    order_low: float
+    order_high: float
+
+
+class Calibration(_Data):
+    """What is known of one identity (cluster, model, build)."""
+
+    cluster: str
+    model: str
+    build_key: str
+    run_id: str
+    measured: str
+    pairs: int
+    cells: list[CellSpread]
+
+    def of(self, cell: str, state: str, metric: str) -> CellSpread | None:
+        wanted = (cell, state, metric)
+        return next((found for found in self.cells if (found.cell, found.state, found.metric) == wanted), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """What a plan's pairs can show of its primary cells. ``problem`` says why they cannot show enough."""
+
+    pairs: int
+    calibration: Calibration | None
+    spread: float | None = None
+    half_width: float | None = None
+    detects: float | None = None
+    needed: int | None = None
+    problem: str = ""
+
+
+def calibration_of(plan: Mapping[str, Any], facts: Facts, arm: ArmVerdict) -> Calibration | None:
+    """What the blocks of a calibration say; ``None`` below three pairs."""
+    cells = [found for comparison in arm.cells if (found := _spread(comparison, facts, arm.arm)) is not None]
+    if not cells:
+        return None
+    return Calibration(
+        **identity(plan), run_id=facts.run_id, measured=facts.blocks[-1].started, pairs=arm.pairs, cells=cells
+    )
+
+
+def identity(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Cluster, model and build of a plan: what a calibration holds for."""
+    model = plan["model"]
+    return {
+        "cluster": str(plan["cluster"]),
+        "model": str(model.get("sha256") or model["path"]),
+        "build_key": str(plan["arms"][0]["build_key"]),
+    }
+
+
+def write(runs: Path, calibration: Calibration) -> Path:
+    """Keep it below the directory of runs; it replaces an older one of the same identity."""
+    path = _path(runs, calibration.model_dump(include={"cluster", "model", "build_key"}))
+    write_json(path, calibration.model_dump(mode="json"))
+    return path
+
+
+def find(runs: Path, plan: Mapping[str, Any]) -> Calibration | None:
+    """The calibration for ``plan``'s cluster, model and build; one that cannot be read is none."""
+    wanted = identity(plan)
+    try:
+        found = Calibration.model_validate(json.loads(_path(runs, wanted).read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError):
+        return None
+    return found if found.model_dump(include=set(wanted)) == wanted else None
+
+
+def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
+    """What the plan's pairs can show where a gain is asked for (the first cell of each such gate)."""
+    blocks = plan["blocks"]
+    pairs = 1 + max(block["pair"] for block in blocks)
+    least = stats.least_pairs(len(plan["arms"]) - 1)
+    if calibration is None:
+        return Power(pairs, None, problem=_UNKNOWN)
+    margin = math.log1p(plan["rule"]["delta"])
+    spreads = [calibration.of(cell, state, metric) for cell, state, metric in primary_cells(plan["gates"])]
+    known = [found for found in spreads if found is not None]
+    if len(known) < len(spreads):
+        return Power(pairs, calibration, problem=f"{calibration.run_id} did not calibrate a cell that this run judges")
+    if not known:
+        return Power(pairs, calibration)
+    spread = max(found.spread for found in known)
+    biased = [found for found in known if found.low > math.exp(margin) or found.high < math.exp(-margin)]
+    needed = stats.pairs_for(margin / 2, spread)
+    if pairs < 2:
+        return Power(pairs, calibration, spread, needed=needed, problem=f"fewer than {least} pairs cannot be accepted")
+    half = stats.half_width(pairs, spread)
+    problem = ""
+    if biased:
+        problem = (
+            f"the baseline differs from itself by {(biased[0].ratio - 1) * 100:+.1f} %: the measuring path is biased"
+        )
+    elif pairs < least:
+        problem = f"fewer than {least} pairs cannot be accepted"
+    elif half > margin / 2:
+        problem = (
+            f"{pairs} pairs know a gain to ±{math.expm1(half) * 100:.1f} % only (spread {spread * 100:.1f} %), "
+            f"more than half of the {math.expm1(margin) * 100:.3g} % that are worth a change"
+        )
+    return Power(pairs, calibration, spread, half, math.expm1(stats.detects(pairs, spread, margin)), needed, problem)
+
+
+def primary_cells(gates: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(cell, state, metric) of the cells that must be faster."""
+    return [
+        (gate["cells"][0], gate["state"], gate["metric"])
+        for gate in gates.values()
+        if gate["cells"] and gate["require"] == "faster"
+    ]
+
+
+_UNKNOWN = "how much two starts of one arm differ is not known for this cluster, model and build"
+
+
+def _spread(found: Comparison, facts: Facts, arm: str) -> CellSpread | None:
+    if found.pairs < STOP_PAIRS or found.spread is None or found.ratio is None:
+        return None
+    # Without every pair in this cell, which difference belongs to which order is not known.
+    signs = _order_signs(facts, arm)
+    if found.low is None or found.high is None or len(signs) != found.pairs:
+        return None
+    order = stats.estimate([sign * value for sign, value in zip(signs, found.differences, strict=True)])
+    assert order is not None and order.low is not None and order.high is not None
+    return CellSpread(
+        cell=found.cell,
+        state=found.state,
+        metric=found.metric,
+        pairs=found.pairs,
+        spread=found.spread,
+        ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        order=order.ratio,
+        order_low=order.low,
+        order_high=order.high,
+    )
+
+
+def _order_signs(facts: Facts, arm: str) -> Sequence[int]:
+    """+1 for each pair of which ``arm`` ran second, -1 where it ran first."""
+    own = {block.pair: block.started for block in facts.of(arm)}
+    other = {block.pair: block.started for block in facts.blocks if block.arm != arm}
+    return [1 if started > other[pair] else -1 for pair, started in own.items() if pair in other]
+
+
+def _path(runs: Path, wanted: Mapping[str, str]) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.-]", "-", wanted["cluster"])
+    digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+    return runs / FOLDER / f"{name}-{digest}.json"

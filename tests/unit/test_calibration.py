@@ -1,0 +1,100 @@
+"""What the baseline against itself says, and what it lets a later run promise."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_judge import ARM, BASELINE, block_of, facts_of, plan_of
+
+from k3deploy import calibration, stats
+from k3deploy.facts import Facts
+from k3deploy.judge import judge
+
+
+def measured(pairs: int = 6, spread: float = 0.003, second: float = 1.0) -> calibration.Calibration | None:
+    """A calibration with blocks whose order alternates; ``second``: what being second in a pair does."""
+    luck = random.Random(2)
+    facts = facts_of(pairs)
+    blocks = []
+    for pair in range(pairs):
+        order = (BASELINE, ARM) if pair % 2 == 0 else (ARM, BASELINE)
+        for place, arm in enumerate(order):
+            speed = (1 + luck.gauss(0, spread)) * (second if place else 1)
+            block = block_of(arm, pair, speed)
+            when = f"2026-11-30T{pair:02d}:{place}"
+            block |= {"index": 2 * pair + place, "started": f"{when}0:00+00:00", "ended": f"{when}5:00+00:00"}
+            blocks.append(block)
+    plan = plan_for(pairs)
+    found = Facts.model_validate({**facts, "blocks": blocks})
+    return calibration.calibration_of(plan, found, judge(plan, found).arms[0])
+
+
+def plan_for(pairs: int, delta: float = 0.02) -> dict[str, Any]:
+    blocks = [{"index": i, "pair": i // 2, "arm": (BASELINE, ARM)[i % 2], "slug": "x"} for i in range(2 * pairs)]
+    return plan_of(blocks=blocks, rule={"delta": delta, "looks": stats.looks(pairs)})
+
+
+def test_spread_and_order_effect_are_told_apart() -> None:
+    found = measured(second=1.05)
+    assert found is not None and found.pairs == 6
+    cell = found.of("pp2048", "cold", "speed")
+    assert cell is not None
+    assert cell.order == pytest.approx(1.05, abs=0.01) and cell.order_low > 1.02
+    assert cell.ratio == pytest.approx(1.0, abs=0.01), "in half of the pairs the other one was second"
+
+
+def test_two_pairs_are_no_calibration() -> None:
+    assert measured(pairs=2) is None
+
+
+def test_it_is_kept_by_cluster_model_and_build(tmp_path: Path) -> None:
+    found, plan = measured(), plan_for(8)
+    assert found is not None and calibration.find(tmp_path, plan) is None
+    calibration.write(tmp_path, found)
+    assert calibration.find(tmp_path, plan) == found
+    other = plan_for(8)
+    other["arms"][0] = {**other["arms"][0], "build_key": "0" * 16}
+    assert calibration.find(tmp_path, other) is None
+    assert calibration.find(tmp_path, {**plan, "cluster": "elsewhere"}) is None
+
+
+def test_a_calibration_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    found = measured()
+    assert found is not None
+    calibration.write(tmp_path, found).write_text("{")
+    assert calibration.find(tmp_path, plan_for(8)) is None
+
+
+def test_steady_starts_promise_a_small_gain() -> None:
+    power = calibration.power(plan_for(8), measured(spread=0.003))
+    assert power.problem == "" and power.detects is not None and 0.02 < power.detects < 0.04
+
+
+def test_too_few_pairs_for_the_spread_are_a_problem_with_a_number() -> None:
+    power = calibration.power(plan_for(6), measured(spread=0.02))
+    assert "more than half of the 2 %" in power.problem
+    assert power.needed is not None and power.spread is not None
+    assert stats.half_width(power.needed, power.spread) <= math.log1p(0.02) / 2
+    assert calibration.power(plan_for(6, delta=0.2), measured(spread=0.02)).problem == ""
+
+
+def test_without_calibration_nothing_is_promised() -> None:
+    power = calibration.power(plan_for(8), None)
+    assert power.detects is None and "is not known" in power.problem
+
+
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_a_few_pairs_cannot_be_accepted_however_steady_the_starts(pairs: int) -> None:
+    assert "fewer than 5 pairs" in calibration.power(plan_for(pairs), measured()).problem
+
+
+def test_a_path_that_prefers_one_arm_is_a_problem() -> None:
+    found = measured()
+    assert found is not None
+    biased = [cell.model_copy(update={"ratio": 1.05, "low": 1.04, "high": 1.06}) for cell in found.cells]
+    power = calibration.power(plan_for(8), found.model_copy(update={"cells": biased}))
+    assert "differs from itself by +5.0 %" in power.problem
