@@ -245,6 +245,7 @@ class Observations(_Record):
     pipeline_parallel: bool | None = None
     n_copies: int | None = None
     cache_reuse_disabled: bool | None = None
+    model_mib: dict[str, float] = Field(default_factory=dict)
     kv_cache_mib: dict[str, float] = Field(default_factory=dict)
     recurrent_mib: dict[str, float] = Field(default_factory=dict)
     compute_mib: dict[str, float] = Field(default_factory=dict)
@@ -444,11 +445,7 @@ def _with_allocation(plan: Mapping[str, Any], block: Block) -> Block:
         for rank, processes in (arm.get("processes") or {}).items()
         if (processes.get("worker") or {}).get("listen")
     }
-    breakdown = {
-        device: {part: float(getattr(numbers, part)) for part in memory_use.PARTS}
-        for device, numbers in block.observations.memory_breakdown.items()
-    }
-    found = memory_use.allocations(arm.get("forecast") or [], endpoints, breakdown)
+    found = memory_use.allocations(arm.get("forecast") or [], endpoints, *_allocated(block.observations))
     allocation = {
         one.rank: Allocation(
             foreseen_mib=dict(one.foreseen), allocated_mib=dict(one.allocated), error=one.error, wrong=one.wrong
@@ -456,6 +453,26 @@ def _with_allocation(plan: Mapping[str, Any], block: Block) -> Block:
         for one in found
     }
     return block.model_copy(update={"allocation": allocation})
+
+
+def _allocated(observed: Observations) -> tuple[dict[str, dict[str, float]], float]:
+    """MiB by device and part, and the step in which they are printed: the buffers as they were allocated, which a head
+    says while it loads, or else its account at the end."""
+    if observed.model_mib and observed.compute_mib:
+        tables = {
+            "model": [observed.model_mib],
+            "context": [observed.kv_cache_mib, observed.recurrent_mib],
+            "compute": [observed.compute_mib],
+        }
+        devices = dict.fromkeys(device for parts in tables.values() for table in parts for device in table)
+        return {
+            device: {part: sum(table.get(device, 0.0) for table in parts) for part, parts in tables.items()}
+            for device in devices
+        }, 0.01
+    return {
+        device: {part: float(getattr(numbers, part)) for part in memory_use.PARTS}
+        for device, numbers in observed.memory_breakdown.items()
+    }, 1.0
 
 
 def _slowest_rank_excess(forward_ms: Mapping[str, float]) -> float | None:
@@ -541,7 +558,7 @@ _CACHE_REUSE_OFF = re.compile(
     r"cache_reuse is not supported by (?:this context|multimodal)|cache reuse is not supported - ignoring"
 )
 # `RPC0[10.0.0.2:50053] KV buffer size = 4.78 MiB`: every remote buffer is called RPC0, so the endpoint is the key.
-_BUFFER = re.compile(r" (KV|RS|compute) buffer size\s*=\s*(\d{1,12}\.?\d{0,6}) MiB")
+_BUFFER = re.compile(r" (model|KV|RS|compute) buffer size\s*=\s*(\d{1,12}\.?\d{0,6}) MiB")
 _KV_TYPES = re.compile(r"\bK \((\w+)\):\s*[\d.]+ MiB, V \((\w+)\)")
 _ENDPOINT = re.compile(r"[\[(]([^\[\]()\s]+:\d{1,5})[\])]")
 _BREAKDOWN_NAME = r"\|\s{1,9}- (?P<name>[^|\n]{1,120}?)\s{0,120}\|\s{0,120}"
@@ -623,15 +640,14 @@ def parse_head_log(text: str) -> Observations:
         values["n_copies"] = int(pipeline[1])
     if _CACHE_REUSE_OFF.search(text):
         values["cache_reuse_disabled"] = True
-    tables: dict[str, dict[str, float]] = {"KV": {}, "RS": {}, "compute": {}}
+    tables: dict[str, dict[str, float]] = {"model": {}, "KV": {}, "RS": {}, "compute": {}}
     for match in _BUFFER.finditer(text):
         before = text[max(0, match.start() - _NAME_LIMIT) : match.start()].split()
-        tables[match[1]][_device(before[-1] if before else "")] = float(match[2])
-    values["kv_cache_mib"], values["recurrent_mib"], values["compute_mib"] = (
-        tables["KV"],
-        tables["RS"],
-        tables["compute"],
-    )
+        kind, device, size = match[1], _device(before[-1] if before else ""), float(match[2])
+        # A split model says one buffer a file; a context that is made again says its own anew.
+        tables[kind][device] = size + (tables[kind].get(device, 0.0) if kind == "model" else 0.0)
+    values["model_mib"], values["kv_cache_mib"] = tables["model"], tables["KV"]
+    values["recurrent_mib"], values["compute_mib"] = tables["RS"], tables["compute"]
     types = _KV_TYPES.search(text)
     if types:
         values["kv_types"] = {"k": types[1], "v": types[2]}

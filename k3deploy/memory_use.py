@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# llama.cpp's account of a device has three numbers; these parts of the forecast are in each. What no device buffer
+# llama.cpp accounts for a device by three numbers; these parts of the forecast are in each. What no device buffer
 # holds (checkpoints, pinned RDMA memory) is in none.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "model": ("weights_mib",),
@@ -16,18 +16,20 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute_mib", "attention_mask_mib", "kv_conversion_mib"),
 }
 LARGEST_ERROR = 0.10
-_PRINTED = 1.0  # llama.cpp cuts each number to a whole MiB
 _LEAST_ROWS = 20  # of a series, for a trend
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One rank: what was foreseen and what its devices hold, by part. ``error`` is foreseen over allocated, less 1."""
+    """One rank: what was foreseen and what its devices hold, by part. ``error`` is foreseen over allocated, less 1.
+
+    ``cut``: by how much the allocated numbers may be cut, all together.
+    """
 
     rank: str
     foreseen: Mapping[str, float]
     allocated: Mapping[str, float]
-    devices: int
+    cut: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -38,19 +40,20 @@ class Allocation:
     def wrong(self) -> bool:
         """Whether the forecast is off by more than it may be, and than the printed numbers are cut by."""
         allocated, foreseen = sum(self.allocated.values()), sum(self.foreseen.values())
-        least, most = allocated, allocated + _PRINTED * len(PARTS) * self.devices
-        return foreseen < least * (1 - LARGEST_ERROR) or foreseen > most * (1 + LARGEST_ERROR)
+        return foreseen < allocated * (1 - LARGEST_ERROR) or foreseen > (allocated + self.cut) * (1 + LARGEST_ERROR)
 
 
 def allocations(
     forecast: Sequence[Mapping[str, object]],
     endpoints: Mapping[str, str],
     breakdown: Mapping[str, Mapping[str, float]],
+    printed: float,
 ) -> list[Allocation]:
     """The forecast beside the allocator's numbers, a rank each; ranks that only one of them knows are left out.
 
     forecast: a plan's entries of one arm, head first. endpoints: rank of each endpoint. breakdown: of the head's log,
-    by endpoint or, for the head's own devices and host buffers, by name.
+    by endpoint or, for the head's own devices and host buffers, by name. printed: the step in
+    which its numbers are printed.
     """
     if not forecast or not breakdown:
         return []
@@ -66,7 +69,7 @@ def allocations(
             continue
         foreseen = {part: sum(_size(entry.get(key)) for key in keys) for part, keys in PARTS.items()}
         allocated = {part: float(sum(numbers[part] for numbers in devices)) for part in PARTS}
-        found.append(Allocation(rank, foreseen, allocated, len(devices)))
+        found.append(Allocation(rank, foreseen, allocated, printed * len(PARTS) * len(devices)))
     return found
 
 

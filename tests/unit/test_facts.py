@@ -128,6 +128,34 @@ def test_a_real_head_log_gives_sizes_by_endpoint() -> None:
     assert observed.fatal == []
 
 
+def test_the_forecast_stands_beside_what_a_real_head_allocated(tmp_path: Path) -> None:
+    """By rank: the head's own buffers count to the head, whatever they are called."""
+    run_dir = Path(shutil.copytree(RUN, tmp_path / "run"))
+    plan = json.loads((run_dir / "plan.json").read_text())
+    sizes = {"weights_mib": 8.2, "kv_cache_mib": 4.8, "recurrent_state_mib": 0.1, "compute_mib": 208.5}
+    arm = next(arm for arm in plan["arms"] if arm["name"] == "U2@2048")
+    arm["forecast"] = [{"rank": "rank0", "layers": "", "weights_mib": 1.0}, {"rank": "rank1", "layers": "", **sizes}]
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    blocks = {block.arm: block for block in assemble(run_dir).blocks}
+    assert blocks["baseline"].allocation == {}
+    head, worker = (blocks["U2@2048"].allocation[name] for name in ("rank0", "rank1"))
+    assert worker.allocated_mib == {"model": 8.21, "context": pytest.approx(4.91), "compute": 204.59}
+    assert worker.error == pytest.approx(221.6 / 217.71 - 1) and not worker.wrong
+    observed = blocks["U2@2048"].observations
+    own = [
+        size for table in (observed.model_mib, observed.compute_mib) for name, size in table.items() if "CPU" in name
+    ]
+    assert own and head.allocated_mib["model"] + head.allocated_mib["compute"] == pytest.approx(8.72 + 54.06 + sum(own))
+    assert head.wrong
+
+
+def test_the_files_of_a_split_model_add_up_and_a_context_made_again_counts_once() -> None:
+    lines = ["load_tensors: CPU_Mapped model buffer size = 10.00 MiB"] * 3
+    lines += [f"sched_reserve: CUDA0 compute buffer size = {size} MiB" for size in (900.0, 700.0)]
+    observed = parse_head_log("\n".join(lines))
+    assert (observed.model_mib, observed.compute_mib) == ({"CPU_Mapped": 30.0}, {"CUDA0": 700.0})
+
+
 def test_breakdowns_are_keyed_by_endpoint_and_the_last_one_counts() -> None:
     lead = "I common_memory_breakdown_print: |   - "
     table = (

@@ -35,8 +35,8 @@ BREAKDOWN = {
 
 
 def test_a_ranks_devices_are_summed_and_what_is_no_device_buffer_stays_out() -> None:
-    head, worker = allocations(FORECAST, ENDPOINTS, BREAKDOWN)
-    assert (head.rank, head.allocated, head.devices) == ("rank0", {"model": 15, "context": 0, "compute": 202}, 2)
+    head, worker = allocations(FORECAST, ENDPOINTS, BREAKDOWN, 1.0)
+    assert (head.rank, head.allocated, head.cut) == ("rank0", {"model": 15, "context": 0, "compute": 202}, 6.0)
     assert head.foreseen == {"model": 16.0, "context": 0.0, "compute": 199.0}
     assert sum(worker.foreseen.values()) == pytest.approx(213.0), "checkpoints lie in the head's own memory"
     assert worker.error == pytest.approx(213 / 216 - 1) and not worker.wrong
@@ -47,13 +47,13 @@ def test_a_ranks_devices_are_summed_and_what_is_no_device_buffer_stays_out() -> 
 )
 def test_more_than_a_tenth_off_is_wrong_either_way_and_cut_figures_are_not(foreseen: float, wrong: bool) -> None:
     forecast = [FORECAST[0], {"rank": "rank1", "compute_mib": foreseen}]
-    assert allocations(forecast, ENDPOINTS, BREAKDOWN)[1].wrong is wrong
+    assert allocations(forecast, ENDPOINTS, BREAKDOWN, 1.0)[1].wrong is wrong
 
 
 def test_without_a_forecast_or_a_breakdown_nothing_is_claimed() -> None:
-    assert allocations([], ENDPOINTS, BREAKDOWN) == [] == allocations(FORECAST, ENDPOINTS, {})
+    assert allocations([], ENDPOINTS, BREAKDOWN, 1.0) == [] == allocations(FORECAST, ENDPOINTS, {}, 1.0)
     only = {"10.0.0.2:50053": BREAKDOWN["10.0.0.2:50053"]}
-    assert [one.rank for one in allocations(FORECAST, ENDPOINTS, only)] == ["rank1"]
+    assert [one.rank for one in allocations(FORECAST, ENDPOINTS, only, 1.0)] == ["rank1"]
 
 
 def rows(loss: float, noise: float = 0.0, dips: int = 0, count: int = 200) -> list[list[float]]:
