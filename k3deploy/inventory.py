@@ -237,6 +237,10 @@ class Production(_Data):
     unit_files: list[AbsolutePath] = Field(default_factory=list)
     drain_timeout_s: Seconds = 300
     start_timeout_s: Seconds = 1800
+    # How its memory is proven to be back once its head has stopped; freed_mib where its processes do not show it.
+    memory_timeout_s: Seconds = 120
+    memory_slack_mib: Annotated[int, Field(ge=0)] = 1024
+    freed_mib: Annotated[int, Field(ge=0)] | None = None
     managed: bool = Field(default=False, description="may promote.yml and demote.yml write production's drop-ins?")
     root: PlainPath | None = None
 

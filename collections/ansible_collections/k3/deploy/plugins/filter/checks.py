@@ -51,7 +51,8 @@ def _production_problems(state, production, is_head):
 def preflight_problems(state, expect):
     """What makes a rank unfit.
 
-    state: the result of k3.deploy.rank_state. expect: {run_id, owner, is_head, production, processes, model: {path, sha256}, disk_mib, root, arch, tools}.
+    state: the result of k3.deploy.rank_state. expect: {run_id, owner, is_head, production, processes, model: {path, sha256}, disk_mib, root, arch,
+    tools}.
     Returns a list of sentences, each with its remedy; empty when the rank is fit.
     """
     problems = [f"{tool} is not installed" for tool in expect.get("tools", []) if not state["tools"].get(tool)]
