@@ -41,12 +41,8 @@ def make(
     matrix = Matrix.load(matrix_dir or Path(cluster.matrix))
     given = {"pairs": pairs, "repeats": repeats, "seed": seed, "delta": None if delta is None else delta / 100}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-
-    def one(name: str) -> Plan:
-        return make_plan(matrix, cluster, name, cells=list(cells) or None, **options)
-
-    several = campaign_candidates(candidate) is not None
-    plan = make_campaign(candidate, pairs or 1, one) if several else one(candidate)
+    make_one = make_plan if campaign_candidates(candidate) is None else make_campaign
+    plan = make_one(matrix, cluster, candidate, cells=list(cells) or None, **options)
     # Absolute, so that a run resumed from another working directory has the same plan.
     plan = plan.model_copy(update={"inventory": str(inventory.resolve())})
     return Planned(inventory, cluster, plan, plan.model_dump(mode="json"))

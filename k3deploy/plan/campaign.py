@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from k3deploy import stats
+from k3deploy.inventory import Cluster
+from k3deploy.matrix import Matrix
 from k3deploy.plan.blocks import order_blocks
+from k3deploy.plan.make import make_plan
 from k3deploy.plan.model import Plan, PlanError, PlannedArm
 
 PREFIX = "campaign-"
@@ -23,27 +26,35 @@ def campaign_candidates(name: str) -> list[str] | None:
     return name.removeprefix(PREFIX).split(",") if name.startswith(PREFIX) else None
 
 
-def make_campaign(name: str, pairs: int, make: Callable[[str], Plan]) -> Plan:
-    """One plan for all candidates in ``name``; ``make`` plans a single one.
+def make_campaign(matrix: Matrix, cluster: Cluster, name: str, *, pairs: int = 1, **options: Any) -> Plan:
+    """One plan for all candidates in ``name``; options: those of ``make_plan``.
 
-    A candidate that is impossible on this cluster, or that is measured against a baseline of its own, is left out, and
-    ``notes`` says why; raises ``PlanError`` when none is left.
+    What one row asks of every arm that it is measured with (U7: context checkpoints) holds for all arms of the
+    campaign. A candidate that is impossible on this cluster, contradicts another's such setting, or is measured against
+    a baseline of its own, is left out, and ``notes`` says why; raises ``PlanError`` when none is left,
+    ``CandidateError`` for a name that no row has.
     """
-    plans: dict[str, Plan] = {}
+    resolved = {text: matrix.resolve(f"candidate-{text}") for text in campaign_candidates(name) or []}
     left_out: list[str] = []
-    for candidate in campaign_candidates(name) or []:
+    harness: dict[str, Any] = {}
+    for text, candidate in list(resolved.items()):
+        if clash := [key for key, value in candidate.harness.items() if harness.get(key, value) != value]:
+            left_out.append(f"{text} is left out: it asks for another {clash[0]} in every arm than those before it")
+            del resolved[text]
+        else:
+            harness |= candidate.harness
+    plans: dict[str, Plan] = {}
+    for text in resolved:
         try:
-            plan = make(f"candidate-{candidate}")
+            plan = make_plan(matrix, cluster, f"candidate-{text}", pairs=pairs, harness=harness, **options)
         except PlanError as error:
-            left_out.append(f"{candidate} is left out: {error}")
+            left_out.append(f"{text} is left out: {error}")
             continue
         first = next(iter(plans.values()), plan)
         if _identity(plan.baseline) != _identity(first.baseline):
-            left_out.append(
-                f"{candidate} is left out: it is measured against a baseline of its own; apply it by itself"
-            )
+            left_out.append(f"{text} is left out: it is measured against a baseline of its own; apply it by itself")
             continue
-        plans[candidate] = plan
+        plans[text] = plan
     if not plans:
         raise PlanError("no candidate of the campaign can be measured here\n  " + "\n  ".join(left_out))
     every = list(plans.values())

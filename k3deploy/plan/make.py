@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3deploy import stats
@@ -15,7 +16,7 @@ from k3deploy.plan.blocks import REPEATS, SEED, bench_request, evidence_of, orde
 from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, PlannedRule, RowSummary
 from k3deploy.plan.parity import parity_request
 from k3deploy.plan.sidecar import read_facts, with_sidecar
-from k3deploy.settings import render
+from k3deploy.settings import merge, render
 
 if TYPE_CHECKING:
     from k3deploy.memory import ModelFacts
@@ -32,13 +33,14 @@ def make_plan(
     delta: float = DELTA,
     seed: int = SEED,
     model_facts: ModelFacts | None = None,
+    harness: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Resolve ``candidate`` on ``cluster``.
 
     pairs: how often baseline and arms are measured beside each other. cells: names such as ``pp2048`` to measure
     instead of all. delta: the smallest gain that is worth a change. seed: of the order of the blocks.
-    model_facts: facts of the model, instead of those that the inventory or the
-    model's file give.
+    model_facts: facts of the model, instead of those that the inventory or the model's file give. harness: settings of
+    every arm, beside the candidate's own.
 
     Raises ``CandidateError`` (unknown or impossible candidate), ``PlanError`` (not possible on this cluster) and
     ``InputError`` (the model's sidecar or facts are wrong).
@@ -46,6 +48,7 @@ def make_plan(
     if pairs < 1 or repeats < 1:
         raise PlanError("pairs and repeats must be at least 1")
     resolved = calibrate_candidate(cells) if candidate == CALIBRATE else matrix.resolve(candidate)
+    resolved = replace(resolved, harness=merge(resolved.harness, harness or {}))
     model = with_sidecar(cluster.model)
     facts = model_facts or read_facts(model)
     planner = ArmPlanner(matrix, cluster, resolved, facts)

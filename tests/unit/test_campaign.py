@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from test_judge import ARM, BASELINE, facts_of, plan_of
 from test_plan import MATRIX, cluster, plan
@@ -12,16 +10,13 @@ from k3deploy.cli import run as command
 from k3deploy.facts import Facts
 from k3deploy.judge import judge
 from k3deploy.matrix import CandidateError
-from k3deploy.plan import Plan, PlanError, make_campaign, make_plan
+from k3deploy.plan import Plan, PlanError, make_campaign
 from k3deploy.report.matrix import matrix_rows
 from k3deploy.report.text import render_matrix
 
 
-def campaign(*candidates: str, pairs: int = 2, **changes: Any) -> Plan:
-    on = cluster(**changes)
-    return make_campaign(
-        "campaign-" + ",".join(candidates), pairs, lambda name: make_plan(MATRIX, on, name, pairs=pairs)
-    )
+def campaign(*candidates: str, pairs: int = 2) -> Plan:
+    return make_campaign(MATRIX, cluster(), "campaign-" + ",".join(candidates), pairs=pairs)
 
 
 def test_every_arm_of_every_candidate_runs_in_each_round_beside_one_baseline() -> None:
@@ -36,6 +31,12 @@ def test_what_one_candidate_needs_measured_is_measured_in_all_blocks() -> None:
     found, alone = campaign("U9", "U7"), plan("U7")
     assert {(cell.cell, cell.state) for cell in alone.bench.cells} <= {(c.cell, c.state) for c in found.bench.cells}
     assert set(alone.bench.probes) <= set(found.bench.probes)
+
+
+def test_what_a_row_asks_of_every_arm_holds_for_all_arms_of_the_campaign() -> None:
+    found = campaign("U9", "U7")
+    assert {arm.settings["ctx_checkpoints"] for arm in found.arms} == {4}
+    assert {arm.settings["ctx_checkpoints"] for arm in campaign("U9").arms} == {0}
 
 
 def test_each_arm_carries_the_gates_of_its_own_row() -> None:
