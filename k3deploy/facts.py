@@ -439,7 +439,7 @@ def _proven(proof: TransportProof | None, logged_errors: int | None) -> dict[str
 
 def _with_allocation(plan: Mapping[str, Any], block: Block) -> Block:
     """Add what the plan foresaw of each rank's memory beside what the head's log says was allocated."""
-    arm = next((arm for arm in plan.get("arms") or [] if arm.get("name") == block.arm), {})
+    arm: dict[str, Any] = next((arm for arm in plan.get("arms") or [] if arm.get("name") == block.arm), {})
     endpoints = {
         str(processes["worker"]["listen"]): rank
         for rank, processes in (arm.get("processes") or {}).items()

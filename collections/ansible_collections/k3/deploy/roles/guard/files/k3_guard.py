@@ -22,6 +22,7 @@ TABLE_S = 5.0  # how often the kernel's table of connections is read, when no so
 BLIND_S = 2.0  # memory that cannot be read for so long counts as a crossed floor
 GRACE_S = 1.0  # what SIGTERM did not end by then gets SIGKILL: the floor is seconds away from a wedge
 RETRY_S = 30.0
+DISABLE_S = 10.0
 MAX_ROWS = 1800
 UNIT = "k3-candidate-guard.service"
 PREFIX = "k3-candidate-"
@@ -446,8 +447,11 @@ class Guard:
 
     def disarm(self):
         """The window is over and all is done: nothing to guard, now or after a reboot."""
+        child, end = spawn(["systemctl", "disable", UNIT]), time.monotonic() + DISABLE_S
+        # The service's end takes its children with it.
+        while child and child not in reap() and time.monotonic() < end:
+            time.sleep(0.05)
         os.unlink(self.path)
-        spawn(["systemctl", "disable", UNIT])
 
 
 def lock_memory():

@@ -56,5 +56,7 @@ def test_systemd_scores_its_sandbox_well(rank0: Host, exposure: Callable[[Host, 
     assert exposure(rank0, UNIT) <= 4.0
 
 
-def test_it_is_the_last_that_the_kernel_would_kill(rank0: Host, pid: str) -> None:
-    assert rank0.check_output(f"cat /proc/{pid}/oom_score_adj") == "-1000"
+def test_the_kernel_and_a_hang_are_provided_for(rank0: Host, show: Callable[..., dict[str, str]]) -> None:
+    """What a container does not grant (the score itself) is at least asked for."""
+    wanted = {"OOMScoreAdjust": "-1000", "Restart": "on-failure", "WatchdogUSec": "15s", "Type": "notify"}
+    assert show(rank0, UNIT, *wanted) == wanted

@@ -20,6 +20,7 @@ def test_the_closed_window_is_kept_with_its_proof(rank0: Host) -> None:
     assert last["run_id"] == "molecule"
     assert last["closed"] > last["opened"]
     assert last["proof"] == {"answers": True, "as_recorded": True, "tokens": last["tokens"]}
+    assert not rank0.file("/opt/k3deploy/state/guard.json").exists
 
 
 def test_productions_programs_are_the_release_to_the_byte(rank0: Host, rank1: Host, build_id: str) -> None:
