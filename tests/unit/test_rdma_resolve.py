@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ansible_collections.k3.deploy.plugins.module_utils import rdma
+from ansible_collections.k3.deploy.plugins.modules import rdma_bandwidth
 from ansible_collections.k3.deploy.plugins.modules import rdma_link as module
 from rdmatree import FIXTURES, SHAPES, make_tree
 
@@ -137,3 +138,8 @@ def test_only_a_pinned_arm_gives_the_program_a_device_and_an_index(trees: dict[s
 )
 def test_a_bandwidth_report_is_read_and_one_without_a_result_is_none(name: str, speed: float | None) -> None:
     assert rdma.write_bandwidth((FIXTURES / f"perftest/ib_write_bw-{name}.txt").read_text()) == speed
+
+
+def test_the_bandwidth_is_measured_on_the_device_and_the_gid_of_the_address() -> None:
+    words = " ".join(rdma_bandwidth.command({"device": "roce0", "gid": 3, "port": 18515, "seconds": 2}))
+    assert words == "ib_write_bw -d roce0 -i 1 -x 3 -p 18515 -F --report_gbits -s 1048576 -D 2"
