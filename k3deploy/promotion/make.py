@@ -193,7 +193,7 @@ def demotion(cluster: Cluster, ranks: Mapping[str, RankNow], *, owner: str, reas
             )
             for name, unit in state.units.items()
         ]
-        for rank, state in ranks.items()
+        for rank, state in sorted(ranks.items())
     }
     return Promotion(
         id=_identity(now, candidate, "demote"),

@@ -74,7 +74,11 @@ def _how(promotion: Promotion, directory: str) -> Iterator[str]:
         yield "```"
         yield ""
         yield "The playbook refuses without a held window, records what was there before, and closes the window only"
-        yield "when production answers as recorded before it; else it puts back what was there and says so."
+        yield "when production answers as recorded before it. " + (
+            "Else it puts back what was there and says so."
+            if promotion.action == "promote"
+            else "Else the window stays open, and it says so."
+        )
     else:
         yield from _by_hand(promotion)
         yield f"k3deploy window close -i {inventory}"

@@ -14,8 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3deploy.facts import Block
+from k3deploy.judge.health import health_findings, health_problems
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
+from ansible_collections.k3.deploy.plugins.action import record_block
 from ansible_collections.k3.deploy.plugins.filter import health as filters
 from ansible_collections.k3.deploy.plugins.module_utils import bounded, health
 from ansible_collections.k3.deploy.plugins.plugin_utils import health_rules, kernel_rules
@@ -366,3 +370,39 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_of_ip_is_read_without_a_failure(value: Any) -> None:
     assert health.netdev_of("10.0.0.1", json.dumps(value)) in (None, value if isinstance(value, str) else None)
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def judged_block(index: int, *findings: tuple[str, str, str]) -> Block:
+    ranks = {
+        rank: {"health": {"before": {}, "after": {}, "findings": [finding(severity, text)]}}
+        for rank, severity, text in findings
+    }
+    about = {"index": index, "pair": 0, "arm": "U2", "slug": "U2", "started": "2026-11-30T12:00:00+00:00"}
+    return Block.model_validate({**about, "ranks": ranks})
+
+
+def finding(severity: str, text: str) -> dict[str, str]:
+    return {"rule": "r", "severity": severity, "text": text, "remedy": "do this"}
+
+
+def test_a_fault_makes_its_block_void_with_rank_reason_and_remedy_and_a_warning_does_not() -> None:
+    block = judged_block(3, ("rank1", "fault", "link went down"), ("rank2", "warning", "fragmented"))
+    assert health_problems(block) == ["block 3 (U2), rank1: link went down: do this"]
+    assert health_problems(judged_block(3)) == []
+
+
+def test_one_warning_of_many_ranks_and_blocks_is_told_once() -> None:
+    blocks = [judged_block(index, ("rank0", "warning", "x"), ("rank1", "warning", "x")) for index in (0, 1)]
+    (seen,) = health_findings(blocks)
+    assert seen.text == "rank0, rank1: x: do this (block 0, 1)"
+
+
+def test_a_block_s_record_holds_both_readings_and_what_the_rules_find() -> None:
+    seen = {"before": reading(), "after": reading(monotonic=1100.0, boot_id="b")}
+    summary = record_block.health_summary(seen, {})
+    assert summary is not None and rules(summary["findings"], "fault") == ["rebooted"]
+    assert summary["before"] == seen["before"]
+    assert record_block.health_summary({"before": reading(), "after": None}, {}) is None

@@ -13,17 +13,16 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from promotionkit import HASHES, RUN_ID, TOOLCHAIN, accepted_run, records
 
 from k3deploy import inventory as inventories
 from k3deploy.commands import planning, promote
 from k3deploy.errors import K3Error
 from k3deploy.facts import Facts
-from k3deploy.plan.model import Plan, PlannedArm
+from k3deploy.plan.model import Plan
 from k3deploy.promotion import RankNow, demotion, layer, promotion, refusals, render, runbook_gates
-from k3deploy.promotion.evidence import DECODE, PREFILLS, SUITES
 from k3deploy.promotion.model import UnitNow
 from k3deploy.promotion.unit import dropin
-from k3deploy.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
@@ -31,8 +30,6 @@ from ansible_collections.k3.deploy.plugins.filter import promotion as filters
 from ansible_collections.k3.deploy.plugins.filter import systemd
 
 GB10 = Path(__file__).parents[2] / "inventory" / "gb10"
-RUN_ID = "20261130T120000-candidate-U2-0a1b2c"
-HASH = {"llama-server": "a" * 64, "ggml-rpc-server": "b" * 64}
 ACCEPT = {"outcome": "ACCEPT", "reason": "faster", "best_arm": "U2@2048"}
 
 
@@ -44,49 +41,6 @@ def cluster() -> inventories.Cluster:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return planning.make("candidate-U2@2048", GB10, None, 5).plan
-
-
-def answers() -> dict[str, Any]:
-    text = {"id": "t", "prompt_sha256": "p", "tokens": [1, 2]}
-    return {
-        "positions": {"prompt_sha256": "p", "positions": [{"position": 7, "top": {"5": -0.1}}]},
-        "state": {"prompt_sha256": "p", "tokens": 256},
-        "suites": {"texts": {name: [text] for name in SUITES}},
-        "continuation": {"whole": [1], "chunks": {"256": {"tokens": [1]}}},
-        "reuse": {"first": [1], "other": [2], "again": [1], "after_erase": [1], "after_cancel": [1]},
-    }
-
-
-def block(index: int, arm: PlannedArm) -> dict[str, Any]:
-    """A block with everything that the gates ask for."""
-    ranks: dict[str, Any] = {}
-    for rank, processes in arm.processes.items():
-        units = {}
-        for kind, process in (("worker", processes.worker), ("head", processes.head)):
-            if process is not None:
-                program = process.argv[0].rpartition("/")[2]
-                units[f"k3-candidate-{kind}@{arm.slug}.service"] = {
-                    "active": "active",
-                    "exe": f"/opt/k3deploy/releases/x/bin/{program}",
-                    "exe_sha256": HASH[program],
-                    "build_id": f"{arm.build_key}-00112233",
-                }
-        window = {"run_id": RUN_ID} if processes.head is not None else None
-        ranks[rank] = {"state": {"host": rank, "units": units, "window": window}}
-    sample = {"valid": True, "prompt_n": 8, "prompt_ms": 1.0}
-    cells = [
-        {"cell": name, "state": "cold", "n_prompt": 8, "n_predict": 1, "samples": [sample]}
-        for name in (*PREFILLS, DECODE)
-    ]
-    return {
-        **{"index": index, "pair": 0, "arm": arm.name, "slug": arm.slug, "started": "2026-11-30T12:00:00+00:00"},
-        "bench": {"cells": cells, "parity": answers(), "harness_sha256": "h"},
-        "ranks": ranks,
-    }
-
-
-def records(plan: Plan) -> list[dict[str, Any]]:
-    return [block(0, plan.baseline), block(1, plan.arms[1])]
 
 
 def facts_of(blocks: list[dict[str, Any]]) -> Facts:
@@ -105,7 +59,7 @@ def production(cluster: inventories.Cluster, plan: Plan) -> dict[str, RankNow]:
         if processes.head is not None:
             argv = ["/opt/llm/llama-server", "--host", "0.0.0.0", "--port", "8080", "--api-key-file", "/etc/k"]
             units[cluster.production.head_unit] = UnitNow(text="[Service]\n", argv=argv, environment={"GGML_X": "1"})
-        files = {"bin/" + name: digest for name, digest in HASH.items()}
+        files = {"bin/" + name: digest for name, digest in HASHES.items()}
         ranks[rank] = RankNow(files=files, units=units)
     return ranks
 
@@ -352,21 +306,7 @@ def run_of(tmp_path: Path, plan: Plan) -> Any:
     """Makes a run directory with a verdict."""
 
     def make(verdict: dict[str, Any]) -> Path:
-        run = Store(tmp_path / "runs").create(
-            "candidate-U2@2048",
-            plan.model_dump(mode="json"),
-            {},
-            cluster="gb10",
-            inventory=GB10,
-            tool={},
-            options={},
-            reason="",
-        )
-        for record in records(plan):
-            for rank in record["ranks"].values():
-                if rank["state"]["window"]:
-                    rank["state"]["window"] = {"run_id": run.id}
-            (run.path / "blocks" / f"{record['index']:03d}.json").write_text(json.dumps(record))
+        run = accepted_run(tmp_path / "runs", plan, GB10, HASHES, TOOLCHAIN)
         (run.path / "verdict.json").write_text(json.dumps(verdict))
         return run.path
 

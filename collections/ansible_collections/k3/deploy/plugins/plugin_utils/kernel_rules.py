@@ -98,7 +98,14 @@ def finding(rule, severity, text, remedy):
 def kernel_findings(kernel, scope):
     """Findings of a kernel log. scope: block (lines of one block), or boot (everything since the boot)."""
     if kernel.get("error"):
-        return [finding("kernel_log", "warning", f"the kernel log could not be read ({kernel['error']})", "let root read it on this rank")]
+        return [
+            finding(
+                "kernel_log",
+                "warning",
+                f"the kernel log could not be read ({kernel['error']})",
+                "let root read it on this rank; a container has none to read",
+            )
+        ]
     seen = {}
     for _stamp, message in kernel.get("lines") or []:
         if HEALTHY.search(message):
