@@ -53,7 +53,7 @@ def wait_channel(pid, proc="/proc"):
     """The kernel's function in which a process sleeps; empty when the kernel does not say."""
     try:
         with open(f"{proc}/{pid}/wchan", encoding="ascii", errors="replace") as text:
-            return text.read().strip("0\n ")
+            return text.read().strip().removeprefix("0")
     except OSError:
         return ""
 

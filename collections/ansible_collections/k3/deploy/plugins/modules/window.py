@@ -118,15 +118,13 @@ production:
   returned: always
 """
 
+import contextlib
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.k3.deploy.plugins.module_utils import holders
 from ansible_collections.k3.deploy.plugins.module_utils import production as window_of
-
-# Taking one's own window again moves its end, unless it would be the same but for the time that a playbook takes.
-SAME_END_S = 60
 
 
 class Window:
@@ -138,26 +136,27 @@ class Window:
 
     def hold(self):
         """Take the window, extend one's own, join one's own hand work, or take over from a holder whose name was given."""
-        if self.module.check_mode:
-            self.refuse_others(window_of.read_window(self.root))
-            self.module.exit_json(changed=True, done=True, deadline_left_s=self.params["deadline_s"], production={})
-        with window_of.locked(self.root):
+        with window_of.locked(self.root) if not self.module.check_mode else contextlib.nullcontext():
             before = window_of.read_window(self.root)
             self.refuse_others(before)
+            if self.module.check_mode and not before:
+                # Recording production would ask it a prompt.
+                self.module.exit_json(changed=True, done=True, deadline_left_s=self.params["deadline_s"], production={})
             now = time.time()
             window = dict(before or self.recorded())
             if before and window_of.joins(before, self.params["kind"], self.params["owner"]):
                 window["guest"] = self.params["run_id"]
             else:
                 wanted = now + self.params["deadline_s"]
-                if abs(wanted - (window.get("deadline") or 0)) > SAME_END_S:
+                # One's own window keeps its end where it would be the same but for the time between two calls.
+                if abs(wanted - (window.get("deadline") or 0)) > max(60, self.params["deadline_s"] / 50):
                     window["deadline"] = wanted
                 window["ranks"] = self.params["ranks"]
                 for key in ("closing", "draining", "guest"):
                     window.pop(key, None)
                 if not before or not window_of.holds(before, self.params):
                     window.update({key: self.params[key] for key in ("run_id", "kind", "owner", "reason")}, opened=now)
-            if window != before:
+            if window != before and not self.module.check_mode:
                 window_of.write_window(self.root, window)
         self.module.exit_json(changed=window != before, done=True, deadline_left_s=int(window["deadline"] - now), production=window)
 
