@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from k3deploy.commands.stop import Stop
 from k3deploy.errors import InterruptedRun, K3Error
 from k3deploy.lab.cluster import Lab
 from k3deploy.lab.source import ensure_source
+
+if TYPE_CHECKING:
+    from k3deploy.inventory import Cluster
 
 
 @click.command(
@@ -28,15 +31,18 @@ Safe to repeat: nothing is built, copied or restarted that did not change.""",
 @matrix_option
 def production(inventory: Path, matrix_dir: Path | None) -> None:
     """Build llama.cpp in the lab and bring its production service up."""
+    from k3deploy import inventory as inventories
     from k3deploy.paths import state_dir, write_json
     from k3deploy.plan import render_run_layer
     from k3deploy.progress import Progress
     from k3deploy.runner import run_playbook
     from k3deploy.store import lock
 
-    ensure_source(Lab.from_environment().config.cache_dir / "src", progress=click.echo)
+    lab = Lab.from_environment()
+    _check_addresses(lab, inventories.load(inventory))
     # Any row that runs the baseline's own build has the baseline as its first arm.
     planned = planning.make("candidate-U2", inventory, matrix_dir)
+    ensure_source(lab.config.cache_dir / "src", progress=click.echo)
     place = state_dir() / "lab-production" / planned.cluster.name
     layer = _baseline_alone(render_run_layer(planned.plan))
     layer["all"]["vars"] |= {"k3_run_id": "lab-production", "k3_run_dir": str(place)}
@@ -57,6 +63,19 @@ def production(inventory: Path, matrix_dir: Path | None) -> None:
         failures = "\n".join(f"  {failure}" for failure in [*result.unreachable, *result.failures])
         raise K3Error(f"the lab's production did not come up\n{failures}", remedy=f"Ansible's words: {result.log}")
     click.echo(f"production serves at {planned.cluster.production.head_url}")
+
+
+def _check_addresses(lab: Lab, cluster: Cluster) -> None:
+    """An inventory with another lab's addresses would wait for ranks that are not there."""
+    named = {rank.name: rank.fabric_address for rank in cluster.ranks}
+    there = {rank.name: str(rank.address) for rank in lab.config.ranks}
+    if named != there:
+        own = lab.config.inventory_dir / "hosts.yml"
+        raise K3Error(
+            f"{cluster.inventory} is not of the lab {lab.config.name}: "
+            f"it has {', '.join(named.values())}, the lab {', '.join(there.values())}",
+            remedy=f"give -i a copy of {cluster.inventory} in which hosts.yml is {own}",
+        )
 
 
 def _baseline_alone(layer: dict[str, Any]) -> dict[str, Any]:

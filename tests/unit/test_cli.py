@@ -226,3 +226,18 @@ def test_no_color_is_respected(failing: dict[str, Any], monkeypatch: pytest.Monk
     monkeypatch.setattr(click, "secho", lambda *_, **options: said.append(options))
     cli.run(["fail"])
     assert said and all(options["color"] is False for options in said)
+
+
+def test_production_is_not_tried_on_another_labs_addresses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (
+        ("K3DEPLOY_LAB", "elsewhere"),
+        ("XDG_CACHE_HOME", str(tmp_path)),
+        ("K3DEPLOY_STATE", str(tmp_path)),
+    ):
+        monkeypatch.setenv(name, value)
+    inventory = Path(__file__).parents[2] / "inventory" / "lab"
+    assert cli.run(["lab", "production", "-i", str(inventory)]) == 1
+    said = capsys.readouterr().err
+    assert "is not of the lab elsewhere" in said and "hosts.yml" in said
