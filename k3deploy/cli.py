@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 import click
 
@@ -130,13 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    _usable_streams()
     try:
+        Path.cwd()  # Ansible and relative paths need one
         result = cli.main(
             args=None if arguments is None else list(arguments),
             prog_name="k3deploy",
             standalone_mode=False,
             color=False if os.environ.get("NO_COLOR") else None,
         )
+        sys.stdout.flush()
         return int(result) if isinstance(result, int) else int(ExitCode.OK)
     except K3Error as error:
         show_error(error)
@@ -152,10 +158,45 @@ def run(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FAILED)
+    except OSError as error:
+        _show_os_error(error)
+        return int(ExitCode.FAILED)
     except Exception as error:
         _say(f"internal error: {type(error).__name__}: {error}", "red")
         _say(f"  remedy: please report it, with the traceback that is in {_keep_traceback()}")
         return int(ExitCode.FAILED)
+
+
+def _usable_streams() -> None:
+    """Streams that take everything: one that was closed swallows it, one of a narrow encoding gets escapes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (as long as the process lives)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+_OS_REMEDIES = {
+    errno.ENOSPC: "free some space there, or name another place with --runs or K3DEPLOY_STATE",
+    errno.EDQUOT: "free some space there, or name another place with --runs or K3DEPLOY_STATE",
+    errno.EROFS: "name a place that can be written with --runs or K3DEPLOY_STATE",
+    errno.EACCES: "name a place that is yours with --runs or K3DEPLOY_STATE, or mend its mode",
+    errno.EPERM: "name a place that is yours with --runs or K3DEPLOY_STATE, or mend its mode",
+}
+
+
+def _show_os_error(error: OSError) -> None:
+    """What this machine refused: a place that cannot be written, read or made."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOENT and not error.filename:
+        where = "the working directory: "
+    elif not error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = "the output cannot be written: "
+        with contextlib.suppress(OSError):  # or the interpreter would try again, and complain, while it closes down
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    remedy = _OS_REMEDIES.get(error.errno or 0, "")
+    show_error(K3Error(f"{where}{error.strerror or error}", remedy=remedy))
 
 
 def show_error(error: K3Error) -> None:
@@ -178,10 +219,11 @@ def _say(text: str, colour: str | None = None) -> None:
 
 def _keep_traceback() -> str:
     from k3deploy.paths import state_dir, write_text
+    from k3deploy.secrets import mask_text
 
-    path = state_dir() / "errors" / f"{datetime.now():%Y%m%dT%H%M%S}-{os.getpid()}.txt"
     try:
-        write_text(path, f"k3deploy {__version__}\n{sys.argv}\n{traceback.format_exc()}")
-    except OSError as error:
+        path = state_dir() / "errors" / f"{datetime.now():%Y%m%dT%H%M%S}-{os.getpid()}.txt"
+        write_text(path, mask_text(f"k3deploy {__version__}\n{sys.argv}\n{traceback.format_exc()}"))
+    except (OSError, K3Error) as error:
         return f"no file ({error}):\n{traceback.format_exc()}"
     return str(path)

@@ -410,6 +410,7 @@ def _ansible_inventory(inventories: Sequence[Path]) -> dict[str, Any]:
         "ANSIBLE_INVENTORY_UNPARSED_FAILED": "true",
         "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "true",
         "ANSIBLE_NOCOLOR": "true",
+        "LC_ALL": "C.UTF-8",  # Ansible starts in no other
         "ANSIBLE_DEPRECATION_WARNINGS": "false",
     }
     try:

@@ -25,7 +25,13 @@ def state_dir() -> Path:
     else:
         home = os.environ.get("XDG_STATE_HOME")
         path = (Path(home) if home else Path.home() / ".local" / "state") / "k3deploy"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise K3Error(
+            f"the state directory {path} cannot be made: {error.strerror}",
+            remedy="let K3DEPLOY_STATE name a directory of yours that can be written",
+        ) from None
     return path
 
 
@@ -59,22 +65,28 @@ def inventory_files(inventory: Path) -> list[Path]:
     found: list[Path] = []
     try:
         own = sorted(folder.iterdir()) if inventory.is_dir() else [inventory]
-        if not any(path.suffix in _INVENTORY_SUFFIXES or path.name == "hosts" for path in own if path.is_file()):
+        if inventory.is_dir() and not any(
+            path.suffix in _INVENTORY_SUFFIXES or path.name == "hosts" for path in own if path.is_file()
+        ):
             raise InputError([Problem(inventory, 0, "no inventory: no hosts.yml or other inventory file is in it")])
         for kind in ("group_vars", "host_vars"):
             for place, _, names in os.walk(folder / kind, onerror=_raise):
                 found += (Path(place, name) for name in sorted(names))
         wrong = [path for path in (*own, *found) if path.exists() and not (path.is_file() or path.is_dir())]
+        large = [path for path in (*own, *found) if path.is_file() and path.stat().st_size > _INVENTORY_BYTES]
     except OSError as error:
         raise InputError([Problem(error.filename or folder, 0, f"cannot be read: {error.strerror}")]) from None
-    if wrong:  # a named pipe would keep Ansible waiting for ever
-        raise InputError([Problem(path, 0, "is neither a file nor a directory") for path in wrong])
+    problems = [Problem(path, 0, "is neither a file nor a directory") for path in wrong]  # Ansible waits for a pipe
+    problems += [Problem(path, 0, f"is larger than {_INVENTORY_BYTES >> 20} MiB") for path in large]
+    if problems:
+        raise InputError(problems)
     own = [path for path in own if path.suffix in {".yml", ".yaml"}]
     found = [path for path in found if path.suffix in {".yml", ".yaml", ".json", ""}]
     return [path for path in (*own, *found) if path.is_file()]
 
 
-_INVENTORY_SUFFIXES = frozenset((".yml", ".yaml", ".json", ".ini", ".cfg", ".toml"))
+_INVENTORY_SUFFIXES = frozenset((".yml", ".yaml", ".json", ".ini"))
+_INVENTORY_BYTES = 4 << 20  # of one file: far above any, far below what keeps Ansible busy
 
 
 def _raise(error: OSError) -> None:

@@ -153,9 +153,7 @@ class Progress:
             self._ticker.join()
         if self._live is not None:
             self._live.stop()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        self._close_events()
 
     # What callers tell it.
 
@@ -278,9 +276,21 @@ class Progress:
         )
 
     def _record(self, **entry: Any) -> None:
-        if self._events is not None:
-            stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+        if self._events is None:
+            return
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
             self._events.write(json.dumps({"time": stamp, **mask(entry)}) + "\n")
+        except OSError as error:
+            # A full disk must not keep anybody from bringing production back.
+            self._close_events()
+            self.note(f"{self._events_path} is written no further: {error.strerror}")
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):
+                events.close()
 
     def _line(self, text: str) -> None:
         if self._wants_live:

@@ -112,33 +112,41 @@ def run_playbook(
     """
     import ansible_runner
 
+    secrets = _known_secrets(extra, inventories)  # refuses what is no inventory
     playbook = Path(name) if Path(name).is_absolute() else find_playbook(str(name), inventories)
-    secrets = _known_secrets(extra, inventories)
     tally = _Tally(on_event, secrets)
     marker = uuid.uuid4().hex
     arguments = [flag for flag, wanted in (("--check", check), ("--diff", diff)) if wanted]
-    with _private_data_dir() as work, tally:
-        interrupt = _Interrupt(cancel or (lambda: False), marker)
-        runner = ansible_runner.run(
-            private_data_dir=str(work),
-            project_dir=str(playbook.parent),
-            playbook=str(playbook),
-            inventory=[str(path.resolve()) for path in inventories],
-            extravars=dict(extra),
-            envvars=_environment(playbook.parent, marker, _launcher(work)),
-            settings={"pexpect_timeout": 1, "suppress_ansible_output": True},
-            cmdline=" ".join(arguments) or None,
-            limit=limit,
-            timeout=timeout_s,
-            fact_cache_type="memory",
-            event_handler=tally.enqueue,
-            cancel_callback=interrupt,
-            quiet=True,
-        )
-        interrupted = interrupt.asked
-        if interrupted or runner.status == "timeout":
-            _kill_marked(marker)
-        output = (Path(runner.config.artifact_dir) / "stdout").read_text(encoding="utf-8", errors="replace")
+    try:
+        with _private_data_dir() as work, tally:
+            interrupt = _Interrupt(cancel or (lambda: False), marker)
+            runner = ansible_runner.run(
+                private_data_dir=str(work),
+                project_dir=str(playbook.parent),
+                playbook=str(playbook),
+                inventory=[str(path.resolve()) for path in inventories],
+                extravars=dict(extra),
+                envvars=_environment(playbook.parent, marker, _launcher(work)),
+                settings={"pexpect_timeout": 1, "suppress_ansible_output": True},
+                cmdline=" ".join(arguments) or None,
+                limit=limit,
+                timeout=timeout_s,
+                fact_cache_type="memory",
+                event_handler=tally.enqueue,
+                cancel_callback=interrupt,
+                quiet=True,
+            )
+            interrupted = interrupt.asked
+            if interrupted or runner.status == "timeout":
+                _kill_marked(marker)
+            output = (Path(runner.config.artifact_dir) / "stdout").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        # A full disk, say. The caller hears of it as of any failure, and brings back what must be.
+        _kill_marked(marker)
+        place = f": {error.filename}" if error.filename else ""
+        tally.result.rc, tally.result.status = 1, "failed"
+        tally.result.failures.append(HostFailure("controller", playbook.name, f"{error.strerror}{place}"))
+        return tally.result
     result = tally.result
     result.rc = int(runner.rc)
     result.status = _status(runner.status, runner.rc, interrupted)
@@ -149,7 +157,11 @@ def run_playbook(
         result.unreachable = _with_what_they_answer(result.unreachable)
     if artifacts_dir is not None:
         result.log = artifacts_dir / f"ansible-{playbook.stem}.log"
-        write_text(result.log, mask_text(output, secrets))
+        try:
+            write_text(result.log, mask_text(output, secrets))
+        except OSError as error:
+            result.handler_errors.append(f"{result.log} was not written: {error.strerror}")
+            result.log = None
     return result
 
 
@@ -177,6 +189,8 @@ def _environment(playbooks: Path, marker: str, launcher: Path) -> dict[str, str]
         # ansible-runner switches the check off unless told otherwise.
         "ANSIBLE_HOST_KEY_CHECKING": "True",
         "ANSIBLE_NOCOLOR": "1",
+        # Ansible starts in no other locale.
+        "LC_ALL": "C.UTF-8",
         "PATH": os.pathsep.join([str(launcher), _search_path()]),
     }
     settings = playbooks / "ansible.cfg"

@@ -184,8 +184,9 @@ class Store:
     def load(self, reference: str = LATEST) -> Run:
         """The run with this id, an unambiguous part of its id, a path to its directory, or ``latest``."""
         for path in (self.root / reference, Path(reference)):
-            if (path / "run.json").is_file():
-                return self._open(path.resolve())
+            with contextlib.suppress(OSError, ValueError):  # longer than a name can be
+                if (path / "run.json").is_file():
+                    return self._open(path.resolve())
         matches = [run for run in self.runs() if reference in run.id]
         if len(matches) == 1:
             return matches[0]
@@ -267,7 +268,7 @@ def lock(cluster: str, purpose: str) -> Iterator[None]:
             ) from None
         holder = {
             "pid": os.getpid(),
-            "user": getpass.getuser(),
+            "user": _user(),
             "since": datetime.now().astimezone().isoformat(timespec="seconds"),
             "purpose": purpose,
         }
@@ -285,6 +286,14 @@ def _holder(path: Path) -> str:
         return f"{holder['purpose']} (pid {holder['pid']}, user {holder['user']}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another k3deploy, which has only just started"
+
+
+def _user() -> str:
+    """The user's name; the number where the system knows no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _slug(text: str) -> str:

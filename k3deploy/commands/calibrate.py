@@ -40,9 +40,11 @@ of the three changes. Exit codes: 0 measured, 12 the measurement does not count;
 @inventory_option
 @matrix_option
 @runs_option
-@click.option("--pairs", type=click.IntRange(min=3), help=f"Pairs of blocks, the baseline in both.  [default: {PAIRS}]")
+@click.option(
+    "--pairs", type=click.IntRange(3, 1000), help=f"Pairs of blocks, the baseline in both.  [default: {PAIRS}]"
+)
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
-@click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
 @click.option("--max-hours", type=click.FloatRange(min=0.01), help="Begin no pair of blocks that would end later.")
 @click.option("--resume", type=RunType(), help="Go on with this calibration (a run's id, or latest).")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")

@@ -34,8 +34,8 @@ exit code is that of the best arm: 0 ACCEPT, 10 REJECT, 11 INCONCLUSIVE, 12 INVA
 @inventory_option
 @matrix_option
 @runs_option
-@click.option("--pairs", type=click.IntRange(min=1), help="Rounds of blocks (baseline and every arm) to measure.")
-@click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
+@click.option("--pairs", type=click.IntRange(1, 1000), help="Rounds of blocks (baseline and every arm) to measure.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
 @click.option("--reason", default="", help="Why; kept with the run and shown to whoever meets the window.")
 @click.option("--deadline", type=DurationType(), help="When the ranks end the window by themselves (4h, 90m).")

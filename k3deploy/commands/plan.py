@@ -39,9 +39,9 @@ Contacts no rank and changes nothing."""
 @click.argument("candidate", type=CandidateType())
 @inventory_option
 @matrix_option
-@click.option("--pairs", type=click.IntRange(min=1), help="Pairs of blocks (baseline and candidate) to measure.")
+@click.option("--pairs", type=click.IntRange(1, 1000), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
-@click.option("--repeats", type=click.IntRange(min=1), help="Measurements of each cell in a block.  [default: 2]")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
 @click.option(
     "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
 )
