@@ -180,8 +180,8 @@ class Ongoing:
 
 
 def one_inventory(lab: Lab, place: Path, model: str = "k3-tiny-seed7-f16") -> Path:
-    """The lab's inventory with matrix as a copy of ours below ``place``, with this lab's addresses and a tiny model."""
-    for name in ("lab", "matrix"):
+    """The lab's inventory with matrix and suites as a copy of ours below ``place``, with this lab's addresses and a tiny model."""
+    for name in ("lab", "matrix", "suites"):
         shutil.copytree(ROOT / "inventory" / name, place / name)
     # Sorted after hosts.yml, so that its addresses win.
     shutil.copy(lab.config.inventory_dir / "hosts.yml", place / "lab" / "lab-addresses.yml")

@@ -12,6 +12,7 @@ from controllerkit import Controller
 from promotionkit import accepted_run
 
 from k3deploy.commands import planning
+from k3deploy.paths import write_json
 
 pytestmark = pytest.mark.lab
 
@@ -57,6 +58,11 @@ def accepted(controller: Controller) -> Accepted:
     return Accepted(controller, build_id)
 
 
+@pytest.fixture(scope="module")
+def plan(accepted: Accepted) -> Path:
+    return accepted.plan("promote", "candidate-U9")
+
+
 def everything(controller: Controller) -> tuple[dict[str, str], dict[str, str], list[int]]:
     """Production's own files, the programs that run, and what it answers."""
     programs = controller.everywhere(PROGRAMS.format(units=WORKER))
@@ -64,34 +70,32 @@ def everything(controller: Controller) -> tuple[dict[str, str], dict[str, str], 
     return controller.everywhere(FILES), programs, controller.ask_production()
 
 
-def test_nothing_is_promoted_without_a_window(accepted: Accepted) -> None:
+def test_nothing_is_promoted_without_a_window(accepted: Accepted, plan: Path) -> None:
     before = everything(accepted.controller)
-    plan = accepted.plan("promote", "candidate-U9")
     code, said = accepted.apply("promote", plan)
     assert code != 0 and "no maintenance window is open" in said
     assert everything(accepted.controller) == before
     assert set(accepted.controller.everywhere(DROPINS).values()) == {""}
 
 
-def test_a_promotion_that_does_not_come_up_puts_back_what_was_there(accepted: Accepted) -> None:
+def test_a_promotion_that_does_not_come_up_puts_back_what_was_there(
+    accepted: Accepted, plan: Path, tmp_path: Path
+) -> None:
     before = everything(accepted.controller)
-    plan = accepted.plan("promote", "candidate-U9")
-    layer = plan / "inventory" / "promotion.yml"
-    data = yaml.safe_load(layer.read_text().replace("!unsafe ", ""))
+    data = yaml.safe_load((plan / "inventory" / "promotion.yml").read_text().replace("!unsafe ", ""))
     data["all"]["hosts"]["rank0"]["k3_run_promotion_units"][HEAD] = "[Service]\nExecStart=\nExecStart=/bin/false\n"
-    layer.write_text(json.dumps(data))
+    write_json(tmp_path / "inventory" / "promotion.yml", data)  # JSON is YAML
     accepted.open_window()
-    code, said = accepted.apply("promote", plan)
+    code, said = accepted.apply("promote", tmp_path)
     assert code != 0 and "production is as it was before; the promotion failed" in said
     assert everything(accepted.controller) == before
     assert set(accepted.controller.everywhere(DROPINS).values()) == {""}
 
 
-def test_an_accepted_candidate_is_promoted_and_demoted(accepted: Accepted) -> None:
+def test_an_accepted_candidate_is_promoted_and_demoted(accepted: Accepted, plan: Path) -> None:
     controller = accepted.controller
     before = everything(controller)
 
-    plan = accepted.plan("promote", "candidate-U9")
     assert "--cache-type-k f16" in (plan / "PLAN.md").read_text()
     accepted.open_window()
     code, said = accepted.apply("promote", plan)
