@@ -180,7 +180,7 @@ class Ongoing:
 
 
 def one_inventory(lab: Lab, place: Path, model: str = "k3-tiny-seed7-f16") -> Path:
-    """The lab's inventory with matrix and suites as a copy of ours below ``place``, with this lab's addresses and a tiny model."""
+    """A copy of the lab's inventory, matrix and suites below ``place``, with this lab's addresses and a tiny model."""
     for name in ("lab", "matrix", "suites"):
         shutil.copytree(ROOT / "inventory" / name, place / name)
     # Sorted after hosts.yml, so that its addresses win.
