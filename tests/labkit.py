@@ -22,6 +22,7 @@ from typing import Any
 
 from k3deploy import inventory as inventories
 from k3deploy.build_key import build_key
+from k3deploy.inventory import BuildSpec
 from k3deploy.lab.cluster import Lab
 from k3deploy.lab.model import SPECS, ensure_model
 from k3deploy.lab.source import ensure_source
@@ -68,25 +69,49 @@ def one_compiler(lab: Lab) -> Iterator[None]:
         yield
 
 
+def lab_build() -> tuple[str, BuildSpec]:
+    """Name and spec of the lab inventory's own build."""
+    cluster = inventories.load(LAB_INVENTORY)
+    return cluster.build, cluster.builds[cluster.build]
+
+
+def kept_release(cache_dir: Path, spec: BuildSpec) -> Release | None:
+    """The release of a build, where the user's cache has it whole."""
+    for folder in sorted((cache_dir / "src" / "builds").glob(f"{build_key(spec)}-*")):
+        if _intact(folder):
+            return Release(folder.name, folder, f"{_RANK_SOURCES}/builds/{folder.name}")
+    return None
+
+
 def built_release(lab: Lab, progress: Callable[[str], None] = print) -> Release:
-    """The release of the lab inventory's own build, compiled by playbooks/build.yml in ``lab`` (which must be up).
+    """The release of the lab inventory's own build, compiled in ``lab`` (which must be up) where the cache lacks it."""
+    name, spec = lab_build()
+    return built_releases(lab, {name: spec}, progress)[name]
+
+
+def built_releases(
+    lab: Lab, specs: Mapping[str, BuildSpec], progress: Callable[[str], None] = print
+) -> dict[str, Release]:
+    """A release of each build by name, compiled by playbooks/build.yml in ``lab``.
 
     Kept in the user's cache under its build id: compiled once for all labs, and again only when the build's key changes
     or a kept file was damaged. Minutes without a compiler cache, well under one with it.
     """
-    cluster = inventories.load(LAB_INVENTORY)
-    spec = cluster.builds[cluster.build]
-    key = build_key(spec)
-    kept = lab.config.cache_dir / "src" / "builds"
-    for folder in sorted(kept.glob(f"{key}-*")):
-        if _intact(folder):
-            return Release(folder.name, folder, f"{_RANK_SOURCES}/builds/{folder.name}")
-    with one_compiler(lab):
-        ensure_source(lab.config.cache_dir / "src", progress=progress)
-        progress("compiling llama.cpp in the lab")
-        _build(lab, {key: {"name": cluster.build, **spec.model_dump(mode="json", exclude_none=True)}})
-        build_id = _fetch_build(lab, key, kept)
-    return Release(build_id, kept / build_id, f"{_RANK_SOURCES}/builds/{build_id}")
+    cache = lab.config.cache_dir
+    lacking = {name: spec for name, spec in specs.items() if kept_release(cache, spec) is None}
+    if lacking:
+        with one_compiler(lab):
+            ensure_source(cache / "src", progress=progress)
+            progress(f"compiling llama.cpp in the lab: {', '.join(lacking)}")
+            builds = {
+                build_key(spec): {"name": name, **spec.model_dump(mode="json", exclude_none=True)}
+                for name, spec in lacking.items()
+            }
+            _build(lab, builds)
+            for key in builds:
+                _fetch_build(lab, key, cache / "src" / "builds")
+    found = {name: kept_release(cache, spec) for name, spec in specs.items()}
+    return {name: release for name, release in found.items() if release is not None}
 
 
 def _intact(folder: Path) -> bool:
