@@ -61,8 +61,9 @@ from ansible_collections.k3.deploy.plugins.module_utils import host
 
 
 def safe(relative):
-    """Whether a manifest's or an archive's path stays inside the release."""
-    return bool(relative) and not os.path.isabs(relative) and ".." not in relative.split("/")
+    """Whether a manifest's or an archive's path stays inside the release, and is one line that no program takes for an option."""
+    parts = relative.split("/")
+    return relative.isprintable() and not any(part in ("", "..") or part.startswith("-") for part in parts)
 
 
 def held(releases, wanted):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from pathlib import Path
 
 import k3_patch
@@ -64,7 +65,8 @@ def hash_tree(tree: Path) -> str:
         for name in sorted(files):
             path = Path(folder, name)
             if path.is_file():
-                digest.update(f"{path.relative_to(tree)}\0{sha256_file(path)}\n".encode())
+                # Names are bytes: not every one is text.
+                digest.update(os.fsencode(path.relative_to(tree)) + f"\0{sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
 
@@ -357,7 +359,7 @@ def existing(final: Path) -> dict | None:
 
 def soname(library: Path) -> str:
     """The name under which the loader looks for a shared library."""
-    match = re.search(r"SONAME.*\[(.+)\]", output("readelf", "-d", str(library)))
+    match = re.search(r"SONAME.*\[([A-Za-z0-9_.+-]+)\]", output("readelf", "-d", str(library)))
     return match[1] if match else library.name
 
 
@@ -409,6 +411,9 @@ def main() -> int:
         result = {"error": str(error)}
     except OSError as error:
         result = {"error": f"{error.strerror}: {error.filename}"}
+    except Exception as error:  # a damaged archive, a name that is no text: the log has the rest
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {error}"}
     if arguments.check:
         print(json.dumps(result))
     else:

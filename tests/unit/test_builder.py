@@ -1,0 +1,77 @@
+"""The build program on the builder, with sources that nobody would write on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILES = Path(__file__).parents[2] / "collections/ansible_collections/k3/deploy/roles/build/files"
+sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
+
+from ansible_collections.k3.deploy.plugins.modules import release  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    with pytest.MonkeyPatch.context() as path:
+        path.syspath_prepend(str(FILES))
+        spec = importlib.util.spec_from_file_location("k3_build", FILES / "k3_build.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_a_tree_of_odd_names_has_an_identity_that_every_name_is_part_of(build: ModuleType, tmp_path: Path) -> None:
+    seen = set()
+    for name in (b"plain", b"two\nlines", b"\xff\xfe", b"-x", b"$(id)", "gr\u00fcn".encode(), b"a b"):
+        (tmp_path / os.fsdecode(name)).write_text("x")
+        seen.add(build.hash_tree(tmp_path))
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "up").symlink_to("..")
+    os.mkfifo(tmp_path / "pipe")
+    assert len(seen) == 7 and build.hash_tree(tmp_path) in seen
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut off", "absent", "directory"])
+def test_a_source_that_cannot_be_unpacked_is_an_error_of_the_build(tmp_path: Path, damage: str) -> None:
+    archive = tmp_path / "source.tar.gz"
+    if damage == "garbage":
+        archive.write_bytes(b"no archive")
+    elif damage == "cut off":
+        subprocess.run(["tar", "--create", "--gzip", "--file", archive, "--directory", FILES, "."], check=True)
+        archive.write_bytes(archive.read_bytes()[:200])
+    elif damage == "directory":
+        archive.mkdir()
+    known = subprocess.run(["sha256sum", archive], capture_output=True, text=True, check=False).stdout.split()
+    spec = {
+        **{"root": str(tmp_path), "key": "ab" * 8, "backend": "cpu", "targets": ["llama-server"]},
+        "cmake": {"CMAKE_C_COMPILER": "/usr/bin/env", "CMAKE_CXX_COMPILER": "/usr/bin/env"},
+        "source": {"kind": "archive", "path": str(archive), "sha256": (known or ["0"])[0]},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "builds").mkdir()
+    arguments = [f"--{name}={tmp_path / name}.json" for name in ("spec", "result", "progress")]
+    done = subprocess.run(
+        [sys.executable, FILES / "k3_build.py", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert json.loads((tmp_path / "result.json").read_text())["error"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/etc/passwd", "../x", "lib/../../x", "lib//x", "lib/a\nb", "-x", "lib/-x", "lib/\x1b[2J"]
+)
+def test_a_name_that_is_more_than_a_file_of_the_release_is_refused(name: str) -> None:
+    assert not release.safe(name)
+
+
+def test_names_of_real_files_are_taken() -> None:
+    assert all(release.safe(name) for name in ("bin/llama-server", "lib/libggml-rpc.so.0", "lib/gr\u00fcn b.so"))
