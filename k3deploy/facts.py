@@ -44,6 +44,7 @@ class Sample(_Record):
     ttft_ms: float | None = None
     wall_ms: float | None = None
     tokens_sha256: str | None = None
+    batches: list[int] | None = None
     valid: bool
     why: str = ""
 
@@ -297,12 +298,36 @@ class Block(_Record):
         found = [record.guard for _, record in sorted(self.ranks.items()) if record.guard is not None]
         return sorted(found, key=lambda trip: not trip.is_floor)
 
+    def microbatches(self, cell: Cell) -> list[int] | None:
+        """The sizes in which a cell's prompt was evaluated: the server's batches, cut at the head's ubatch size."""
+        size = next((size for _, _, unit in self.units() if (size := _ubatch_size(unit.argv))), None)
+        batches = next((sample.batches for sample in cell.valid() if sample.batches), None)
+        if size is None or batches is None:
+            return None
+        return [min(size, batch - start) for batch in batches for start in range(0, batch, size)]
+
+    @property
+    def page_cached(self) -> float | None:
+        """Which share of the model's file was in the head's page cache before the load; ``None`` if nothing says it."""
+        for record in self.ranks.values():
+            seen = record.health.before.get("page_cache") if record.health else None
+            if isinstance(seen, Mapping) and seen.get("bytes") and isinstance(seen.get("resident_bytes"), int | float):
+                return float(seen["resident_bytes"]) / float(seen["bytes"])
+        return None
+
     def units(self) -> Iterable[tuple[str, str, Unit]]:
         """Every unit of the block as (rank, unit name, unit), ranks in order."""
         for rank, record in sorted(self.ranks.items()):
             if record.state is not None:
                 for name, unit in sorted(record.state.units.items()):
                     yield rank, name, unit
+
+
+def _ubatch_size(argv: Sequence[str]) -> int | None:
+    for flag, value in pairwise(argv):
+        if flag in ("--ubatch-size", "-ub") and value.isdigit():
+            return int(value) or None
+    return None
 
 
 class VoidBlock(_Record):

@@ -25,7 +25,7 @@ PREFIX = "candidate-"
 BASELINE = "baseline"
 Text = Annotated[str, Field(min_length=1)]
 RowId = Annotated[str, Field(pattern=ROW_ID)]
-CellName = Annotated[str, Field(pattern=r"^(pp|tg)[1-9][0-9]*$")]
+CellName = Annotated[str, Field(pattern=r"^(pp|tg)[1-9][0-9]*(@d[1-9][0-9]*)?$")]
 State = Literal["cold", "warm", "cached"]
 
 
@@ -71,6 +71,8 @@ class Gate(_Data):
             raise ValueError(
                 f"a gate on {subjects[0]} requires one of {', '.join(sorted(allowed))}, not {self.require}"
             )
+        if self.state != "cached" and any("@" in cell for cell in self.cells):
+            raise ValueError("a cell at a depth (tg100@d32768) follows what is there already: it needs state: cached")
         if (self.limit is not None) != (self.require in {"at_most", "at_least", "equals"}):
             raise ValueError("limit goes with at_most, at_least and equals, and only with them")
         return self

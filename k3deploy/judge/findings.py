@@ -13,11 +13,14 @@ from k3deploy.judge.planned import PlanView
 from k3deploy.judge.transport import transport_findings
 from k3deploy.judge.verdict import Seen
 
+_COLD_SHARE = 0.5  # of the model's file in the page cache; below it most of a load comes from disk
+
 
 def arm_findings(evidence: Evidence) -> list[Seen]:
     found = [Seen(source="plan", text=note) for note in evidence.arm.notes]
     found += _cache_reuse_findings(evidence.blocks, evidence.baseline_blocks)
     found += _pipeline_findings(evidence)
+    found += microbatch_findings(evidence)
     differing, compared, unstable = evidence.texts()
     if unstable:
         found.append(Seen(source="measured", text=f"the baseline's own text changes between starts: {unstable[0]}"))
@@ -70,6 +73,35 @@ def _cache_reuse_findings(blocks: Sequence[Block], baseline: Sequence[Block]) ->
     return [Seen(source="measured", text="cache_reuse takes effect on a moved prefix and the text stays the same")]
 
 
+def microbatch_findings(evidence: Evidence) -> list[Seen]:
+    """In which pieces prompts went through the model, where that differs from the baseline or from what is planned."""
+    if not evidence.blocks or not evidence.baseline_blocks:
+        return []
+    own, baseline = evidence.blocks[-1], evidence.baseline_blocks[-1]
+    parts = []
+    for cell in own.bench.cells if own.bench else []:
+        before = baseline.cell(cell.cell, cell.state)
+        sizes, others = own.microbatches(cell), baseline.microbatches(before) if before else None
+        if sizes and others and sizes != others:
+            parts.append(f"{cell.cell} {cell.state} {_plus(sizes)} (baseline {_plus(others)})")
+    return [Seen(source="measured", text=f"microbatches as sent: {'; '.join(parts)}")] if parts else []
+
+
+def _plus(sizes: Sequence[int]) -> str:
+    return "+".join(map(str, sizes)) if len(sizes) <= 4 else f"{'+'.join(map(str, sizes[:3]))}+… ({len(sizes)} in all)"
+
+
+def _page_cache_findings(blocks: Sequence[Block]) -> list[Seen]:
+    """Loads from disk and loads from memory take different times, and must not be compared."""
+    known = [(block, share) for block in blocks if (share := block.page_cached) is not None]
+    starts = {share < _COLD_SHARE for _, share in known}
+    if len(starts) < 2:
+        return []
+    cold = ", ".join(str(block.index) for block, share in known if share < _COLD_SHARE)
+    text = f"block {cold} started page-cache-cold (the model's file was not in the page cache), the others did not"
+    return [Seen(source="measured", text=text)]
+
+
 def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
     found = [Seen(source=known.row, text=known.text, contradicts=known.contradicts) for known in plan.findings]
     found += [Seen(source="plan", text=note) for note in [*plan.notes, *plan.arms[0].notes]]
@@ -80,6 +112,7 @@ def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
     if planned and len(facts.blocks) < planned:
         text = f"{len(facts.blocks)} of {planned} planned blocks are recorded"
         found.append(Seen(source="measured", text=text))
+    found += _page_cache_findings(facts.blocks)
     for earlier, later in pairwise(facts.blocks):
         if earlier.ended and later.started and later.started < earlier.ended:
             text = f"blocks {earlier.index} and {later.index} overlap in time"

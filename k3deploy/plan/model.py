@@ -113,12 +113,13 @@ class Block(_Data):
 
 
 class Cell(_Data):
-    """One workload point."""
+    """One workload point. n_cached: how many of its first tokens are evaluated beforehand, where the cell says so."""
 
     cell: str
     state: Literal["cold", "warm", "cached"]
     n_prompt: int
     n_predict: int
+    n_cached: int | None = None
 
 
 class Bench(_Data):

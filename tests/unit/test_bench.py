@@ -61,6 +61,7 @@ class FakeServer(ThreadingHTTPServer):
         self.hang_at: int | None = None  # SSE pings for ever, as with a frozen worker
         self.break_at: int | None = None  # the stream ends without its last event
         self.refuse_above = 100_000
+        self.batch = 24  # tokens of a prompt that are evaluated at once
         self.short = 0  # generate so many tokens fewer than asked
 
     @property
@@ -122,8 +123,15 @@ class Handler(BaseHTTPRequestHandler):
         if server.foreign_after == number:
             server.counted[0] += 20
             server.slot = [0] * 20
+        timings = {
+            "cache_n": hit,
+            "prompt_n": len(prompt) - hit,
+            "prompt_ms": 10.0,
+            "predicted_n": wanted,
+            "predicted_ms": 5.0,
+        }
         if not request.get("stream"):
-            self.answer(200, {"content": "", "stop": True})
+            self.answer(200, {"content": "", "stop": True, "timings": timings})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -133,16 +141,13 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b":\n\n")
             self.wfile.flush()
             time.sleep(0.05)
+        for processed in range(hit, len(prompt), server.batch) if request.get("return_progress") else ():
+            progress = {"total": len(prompt), "cache": hit, "processed": processed, "time_ms": 1}
+            event = {"tokens": [0], "stop": False, "prompt_progress": progress}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         for token in range(wanted):
             self.wfile.write(f"data: {json.dumps({'tokens': [token], 'stop': False})}\n\n".encode())
         if server.break_at != number:
-            timings = {
-                "cache_n": hit,
-                "prompt_n": len(prompt) - hit,
-                "prompt_ms": 10.0,
-                "predicted_n": wanted,
-                "predicted_ms": 5.0,
-            }
             self.wfile.write(f"data: {json.dumps({'tokens': [], 'stop': True, 'timings': timings})}\n\n".encode())
         self.close_connection = True
 
@@ -250,7 +255,31 @@ def test_a_request_of_somebody_else_makes_the_sample_invalid(
     _, result = Run(tmp_path, request_for(server, repeats=3)).finish()
     assert [sample["valid"] for sample in samples(result, "pp64", "cold")] == [True, False, True]
     assert "another request ran" in samples(result, "pp64", "cold")[1]["why"]
+    assert "another request ran" in result["foreign"][0], "the whole block is void, not only the sample"
     assert result["foreign_check"] == next(iter(offer)).strip("/")
+
+
+def test_a_request_of_somebody_else_between_two_samples_is_seen_in_the_sum(server: FakeServer, tmp_path: Path) -> None:
+    server.foreign_after = 1  # during the warm-up, which no sample watches
+    _, result = Run(tmp_path, request_for(server, warmup={"prefill": [16]})).finish()
+    assert all(sample["valid"] for cell in result["cells"] for sample in cell["samples"])
+    assert len(result["foreign"]) == 1 and "others asked" in result["foreign"][0]
+
+
+def test_a_block_of_our_own_requests_alone_has_nothing_foreign(server: FakeServer, tmp_path: Path) -> None:
+    _, result = Run(tmp_path, request_for(server, warmup={"prefill": [16], "decode": [1]})).finish()
+    assert result["foreign"] == [] and result["foreign_check"] == "metrics"
+
+
+def test_the_batches_in_which_a_prompt_was_evaluated_are_recorded(server: FakeServer, tmp_path: Path) -> None:
+    cells = [
+        {"cell": "pp64", "state": "cold", "n_prompt": 64, "n_predict": 1},
+        {"cell": "pp64", "state": "cached", "n_prompt": 64, "n_predict": 1, "n_cached": 40},
+    ]
+    _, result = Run(tmp_path, request_for(server, cells=cells)).finish()
+    assert samples(result, "pp64", "cold")[0]["batches"] == [24, 24, 16]
+    assert samples(result, "pp64", "cached")[0]["batches"] == [24]
+    assert bench.batch_sizes([], {"cache_n": 0, "prompt_n": 64}) is None
 
 
 def test_a_server_that_shows_nothing_is_said_to_be_unwatched(server: FakeServer, tmp_path: Path) -> None:

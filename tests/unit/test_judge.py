@@ -328,6 +328,24 @@ def test_cache_reuse_without_effect_is_a_finding_against_the_hypothesis() -> Non
     assert any(seen.contradicts and "no effect" in seen.text for seen in arm_of(facts).findings)
 
 
+def test_other_microbatches_than_the_baseline_s_are_told() -> None:
+    facts = facts_of(1)
+    for block, batches in zip(facts["blocks"], ([2048], [1276, 768, 4]), strict=True):
+        cell = next(cell for cell in block["bench"]["cells"] if (cell["cell"], cell["state"]) == ("pp2048", "cold"))
+        for sample in cell["samples"]:
+            sample["batches"] = batches
+    texts = [seen.text for seen in arm_of(facts).findings]
+    assert "microbatches as sent: pp2048 cold 1276+768+4 (baseline 1536+512)" in texts
+
+
+def test_blocks_that_start_with_and_without_the_model_in_the_page_cache_are_told_apart() -> None:
+    facts = facts_of(1)
+    for block, resident in zip(facts["blocks"], (0, 1000), strict=True):
+        block["ranks"]["rank0"]["health"] = {"before": {"page_cache": {"bytes": 1000, "resident_bytes": resident}}}
+    texts = [seen.text for seen in verdict_of(facts).findings]
+    assert any(text.startswith("block 0 started page-cache-cold") for text in texts)
+
+
 # --- observations ---
 
 

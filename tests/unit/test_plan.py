@@ -215,7 +215,7 @@ def test_the_ladder_is_the_warmup_of_its_own_arm() -> None:
 
 
 def test_cached_cells_and_probes_are_measured_only_where_a_row_asks() -> None:
-    assert {cell.state for cell in plan("U2").bench.cells} == {"cold", "warm"}
+    assert {cell.state for cell in plan("U2").bench.cells} == {"cold", "warm", "cached"}
     u7 = plan("U7").bench
     assert [cell.cell for cell in u7.cells if cell.state == "cached"] == ["pp2048", "pp4096"]
     assert u7.probes == ["shifted_prefix"]
@@ -233,7 +233,20 @@ def test_cold_and_warm_cells_are_those_of_the_matrix() -> None:
         ("tg100", "cold", 16, 100),
         ("pp2048", "warm", 2048, 1),
         ("pp4096", "warm", 4096, 1),
+        ("pp2048", "cached", 2048, 1),
+        ("pp4096", "cached", 4096, 1),
     ]
+
+
+def test_a_cell_at_a_depth_is_measured_where_it_is_asked_for() -> None:
+    wanted = ["pp2048", "pp4096", "tg100", "tg100@d32768", "pp512@d4096"]
+    cells = [cell for cell in plan("U2", cells=wanted).bench.cells if "@" in cell.cell]
+    assert [(cell.cell, cell.state, cell.n_prompt, cell.n_predict, cell.n_cached) for cell in cells] == [
+        ("tg100@d32768", "cached", 32768 + 16, 100, 32768),
+        ("pp512@d4096", "cached", 4096 + 512, 1, 4096),
+    ]
+    with pytest.raises(PlanError, match="no cell 'tg100@32768'"):
+        plan("U2", cells=[*wanted, "tg100@32768"])
 
 
 def test_cells_can_be_chosen_but_not_those_that_gates_need_left_out() -> None:

@@ -30,6 +30,9 @@ options:
     description: Free memory (MemFree less CmaFree, MiB) below which the GPU probe, which takes 256 MiB, is left out.
     type: int
     default: 4096
+  file:
+    description: A file (the model) of which the part in the page cache is told. Nothing of it is read.
+    type: path
   timeout:
     description: Seconds within which each tool must answer.
     type: int
@@ -52,7 +55,7 @@ RETURN = r"""
 health:
   description: >-
     C(boot_id), C(monotonic) (seconds since the boot), C(kernel) (RV(health.kernel.mark), C(lines)), C(gpu), C(probe), C(buddyinfo), C(pressure),
-    C(link). What a tool does not say is null.
+    C(link), C(page_cache) (of O(file)). What a tool does not say is null.
   type: dict
   returned: always
   contains:
@@ -72,7 +75,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.k3.deploy.plugins.module_utils import bounded, health, host
+from ansible_collections.k3.deploy.plugins.module_utils import bounded, health, host, page_cache
 
 
 def probe(params, gpu):
@@ -105,6 +108,7 @@ def main():
             "fabric_address": {"type": "str", "default": ""},
             "probe_seconds": {"type": "float", "default": 0.3},
             "probe_free_mib": {"type": "int", "default": 4096},
+            "file": {"type": "path"},
             "timeout": {"type": "int", "default": 10},
         },
         supports_check_mode=True,
@@ -126,6 +130,7 @@ def main():
         "buddyinfo": health.buddyinfo(health.read_text("/proc/buddyinfo") or ""),
         "pressure": {name: health.pressure(health.read_text("/proc/pressure/" + name) or "") for name in ("cpu", "memory", "io")},
         "link": link(params["fabric_address"], timeout),
+        "page_cache": page_cache.state(params["file"]) if params["file"] else None,
         "probe": probe(params, gpu),
     }
     result["kernel"] = kernel or health.kernel_log(since, timeout)

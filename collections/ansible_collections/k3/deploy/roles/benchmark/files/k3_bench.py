@@ -241,6 +241,7 @@ class Server:
     def __init__(self, url, clock):
         parts = urllib.parse.urlsplit(url)
         self.host, self.port = parts.hostname, parts.port or 80
+        self.cost = [0, 0]  # prompt and generated tokens of all answers, by the server's own count
         self.clock = clock
 
     @contextmanager
@@ -269,7 +270,16 @@ class Server:
         with self._exchange("POST", path, json.dumps(document), what) as (response, _sent):
             text = response.read().decode("utf-8", "replace")
         self._check_status(response.status, text, what)
-        return self._parse(text, what)
+        answer = self._parse(text, what)
+        self._count(answer)
+        return answer
+
+    def _count(self, answer):
+        """Add up what an answer, or each of a list of answers, cost."""
+        for one in answer if isinstance(answer, list) else [answer]:
+            timings = one.get("timings") or {}
+            self.cost[0] += int(timings.get("prompt_n", 0))
+            self.cost[1] += int(timings.get("predicted_n", 0))
 
     def break_off(self, path, document):
         """Send a streamed request and hang up after its first line, as a client that goes away does."""
@@ -291,14 +301,20 @@ class Server:
                 "seed": 1,
                 # n_predict tokens must come: a decode that ends early measures something else
                 "ignore_eos": True,
+                # how far the prompt is after each batch: the only word of the shapes in which it was evaluated
+                "return_progress": True,
                 "sse_ping_interval": -1,
             }
         )
-        tokens, first, last_event = [], None, None
+        tokens, first, last_event, reached = [], None, None, []
         with self._exchange("POST", "/completion", body, what) as (response, sent):
             if response.status != 200:
                 self._check_status(response.status, response.read().decode("utf-8", "replace"), what)
             for event in self._events(response, what):
+                if event.get("prompt_progress"):
+                    # Such a report names a token as well, which is none of the answer's.
+                    reached.append(int(event["prompt_progress"]["processed"]))
+                    continue
                 if first is None and event.get("tokens"):
                     first = time.perf_counter()
                 tokens.extend(event.get("tokens") or [])
@@ -307,8 +323,10 @@ class Server:
             done = time.perf_counter()
         if last_event is None or "timings" not in last_event:
             raise ServerError(f"{what}: the stream broke off: the server, or a worker behind it, died")
+        self._count(last_event)
         return {
             "timings": last_event["timings"],
+            "batches": batch_sizes(reached, last_event["timings"]),
             "tokens": tokens,
             "ttft_ms": None if first is None else (first - sent) * 1e3,
             "wall_ms": (done - sent) * 1e3,
@@ -350,6 +368,23 @@ class Server:
         if 400 <= status < 500:
             raise Refused(f"the server refused it ({status}): {message}")
         raise ServerError(f"{what}: HTTP {status}: {message}")
+
+
+def batch_sizes(reached, timings):
+    """Return how many tokens each batch of the prompt had, from how far it was after each; None if the server does not say.
+
+    The first report may come before anything is evaluated, and the last batch need not be reported.
+    """
+    start = int(timings.get("cache_n", 0))
+    end = start + int(timings.get("prompt_n", 0))
+    if not reached:
+        return None
+    sizes, last = [], start
+    for point in [*(point for point in reached if start < point < end), end]:
+        if point > last:
+            sizes.append(point - last)
+            last = point
+    return sizes
 
 
 def error_message(document):
@@ -416,6 +451,20 @@ class Activity:
         return ""
 
 
+    def foreign_since(self, before, cost):
+        """Return what shows that others asked since ``before``, given what all our own requests cost; "" if nothing does.
+
+        This sees also what came and went between two samples, while the server was warmed up or a prefix was evaluated.
+        """
+        if self.source != "metrics":
+            return ""
+        now = self._look()
+        grown = [after - earlier for earlier, after in zip(before["counters"], now["counters"])]
+        if grown == list(cost):
+            return ""
+        return f"others asked: the server counted {grown[0]} prompt and {grown[1]} generated tokens in all, ours were {cost[0]} and {cost[1]}"
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +491,7 @@ class Bench:
             "warmup": [],
             "request": {key: request.get(key) for key in ("seed", "salt", "vocab", "repeats")},
             "foreign_check": "none",
+            "foreign": [],
             "harness_sha256": own_sha256(),
             "python": sys.version.split()[0],
             "started": self.started,
@@ -467,6 +517,7 @@ class Bench:
         self.document["props"] = self._props()
         self.activity = Activity(self.server)
         self.document["foreign_check"] = self.activity.source
+        before, self.server.cost = self.activity.before, [0, 0]
         for kind, size in self.steps:
             self._warm_up(kind, size)
         for state in STATES:
@@ -474,6 +525,7 @@ class Bench:
                 for cell in self.document["cells"]:
                     if cell["state"] == state:
                         self._sample(cell, repeat)
+        self._note_foreign(self.activity.foreign_since(before, self.server.cost))
         for probe in self.request.get("probes") or []:
             self.progress("probe " + probe)
             try:
@@ -491,6 +543,11 @@ class Bench:
                 Refused,
                 self.progress,
             )
+
+    def _note_foreign(self, text):
+        """Keep what shows a request of somebody else: it took time from ours, whichever sample it fell into."""
+        if text:
+            self.document["foreign"].append(text)
 
     def _props(self):
         status, text = self.server.get("/props")
@@ -581,10 +638,12 @@ class Bench:
         for key in ("ttft_ms", "wall_ms"):
             sample[key] = None if answer[key] is None else round(answer[key], 3)
         sample["tokens_sha256"] = tokens_sha256(answer["tokens"])
+        sample["batches"] = answer["batches"]
         wrong = sample_faults(cell, sample, len(answer["tokens"]))
         foreign = self.activity.foreign(timings)
         if foreign:
             wrong.append(foreign)
+            self._note_foreign(f"{what}: {foreign}")
         sample["valid"], sample["why"] = not wrong, "; ".join(wrong)
         self.step_done()
 
