@@ -1,10 +1,9 @@
-"""What carries each connection, proven on real verbs: every way in which RDMA activates, fails in silence, or breaks."""
+"""What carries each connection, proven on real verbs: how RDMA activates, fails in silence, or breaks."""
 
 from __future__ import annotations
 
 import cases
 import pytest
-from ansible_collections.k3.deploy.plugins.module_utils import rdma_proof
 from cases import Head, Worker
 from fabric import Fabric, Links
 
