@@ -533,7 +533,8 @@ def test_a_trip_is_told_with_its_values_and_the_cause_comes_before_what_followed
         },
     }
     orphan = {"what": "orphan", "at": 43390.0, "text": "the head's connection to w is gone for 20 s", "killed": ["w"]}
-    said = guard_trips({"rank1": {"guard": orphan}, "rank2": {"guard": floor}, "rank3": {"guard": None}, "rank4": {}})
+    stops: dict[str, dict[str, Any]] = {"rank1": {"guard": orphan}, "rank2": {"guard": floor}, "rank3": {"guard": None}}
+    said = guard_trips({"rank4": {}, **{rank: {"block_stop": stop} for rank, stop in stops.items()}})
     assert said["floors"] == [
         "memory floor crossed on rank2: 1490 MiB at 12:03:11 UTC (floor 1536 MiB; MemFree 900, CmaFree 0, page cache "
         "300 MiB, 12 % of 10 s waited for memory; largest: ggml-rpc-server 812 MiB), candidate stopped by the guard"

@@ -8,12 +8,13 @@ from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard
 FLOORS = ("memory", "free")
 
 
-def guard_trips(stops):
+def guard_trips(ranks):
     """{floors: [sentence], all: [sentence]} of the ranks whose guard stopped the candidate: where a floor was crossed, and all of them.
 
-    stops: {rank: result of stopping the block there}.
+    ranks: {rank: its variables}, of which block_stop is the result of stopping the block there.
     """
-    records = [(rank, stop["guard"]) for rank, stop in stops.items() if (stop or {}).get("guard")]
+    stops = {rank: variables.get("block_stop") or {} for rank, variables in ranks.items()}
+    records = [(rank, stop["guard"]) for rank, stop in stops.items() if stop.get("guard")]
     records.sort(key=lambda item: (item[1].get("what") not in FLOORS, item[1].get("at", 0)))
     return {
         "floors": [guard_words(rank, record) for rank, record in records if record.get("what") in FLOORS],

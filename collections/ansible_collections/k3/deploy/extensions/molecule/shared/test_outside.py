@@ -23,7 +23,7 @@ COMPILER_CACHE = ("/var/cache/k3deploy/ccache",)  # the inventory's k3_ccache_di
 ALLOWED = {
     "base": ACCOUNTS,
     "build": (*ACCOUNTS, *COMPILER_CACHE),
-    "guard": ("/root/.ssh/authorized_keys",),  # the lab writes it when it starts the rank that was rebooted
+    "guard": ("/root/.ssh/authorized_keys", "/etc/resolv.conf"),  # the lab writes them when it starts the rank that was rebooted
     "install": (*ACCOUNTS, *COMPILER_CACHE),
     "lab_production": (*ACCOUNTS, *PRODUCTION),
 }
