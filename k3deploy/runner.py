@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import sys
@@ -36,6 +37,7 @@ Status = Literal["successful", "failed", "canceled", "timeout"]
 # Ansible's workers are session leaders, and killing ansible-playbook's process group leaves them alive.
 _MARKER = "K3DEPLOY_RUN"
 _GRACE_S = 5.0
+_TEMPLATE = re.compile(r"\{[{%#]")
 _LAUNCHER = """\
 #!{python} -IS
 import ctypes, os, signal, sys
@@ -125,7 +127,7 @@ def run_playbook(
                 project_dir=str(playbook.parent),
                 playbook=str(playbook),
                 inventory=[str(path.resolve()) for path in inventories],
-                extravars=dict(extra),
+                extravars=_as_data(extra),
                 envvars=_environment(playbook.parent, marker, _launcher(work)),
                 settings={"pexpect_timeout": 1, "suppress_ansible_output": True},
                 cmdline=" ".join(arguments) or None,
@@ -171,6 +173,15 @@ def _with_what_they_answer(unreachable: Sequence[HostFailure]) -> list[HostFailu
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = dict(zip(said, pool.map(explain, said.values(), said), strict=True))
     return [replace(failure, message=f"{failure.message}\n{found[failure.host]}") for failure in unreachable]
+
+
+def _as_data(value: Any) -> Any:
+    """Extra variables that Ansible carries as they are: what it reads from a file is a template to it otherwise."""
+    if isinstance(value, Mapping):
+        return {key: _as_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_data(item) for item in value]
+    return {"__ansible_unsafe": value} if isinstance(value, str) and _TEMPLATE.search(value) else value
 
 
 def _status(reported: str, rc: int, interrupted: bool) -> Status:

@@ -32,11 +32,11 @@ Safe to repeat: nothing is built, copied or restarted that did not change.""",
 def production(inventory: Path, matrix_dir: Path | None) -> None:
     """Build llama.cpp in the lab and bring its production service up."""
     from k3deploy import inventory as inventories
-    from k3deploy.paths import state_dir, write_json
+    from k3deploy.paths import state_dir, write_text
     from k3deploy.plan import render_run_layer
     from k3deploy.progress import Progress
     from k3deploy.runner import run_playbook
-    from k3deploy.store import lock
+    from k3deploy.store import layer_text, lock
 
     lab = Lab.from_environment()
     _check_addresses(lab, inventories.load(inventory))
@@ -46,8 +46,7 @@ def production(inventory: Path, matrix_dir: Path | None) -> None:
     place = state_dir() / "lab-production" / planned.cluster.name
     layer = _baseline_alone(render_run_layer(planned.plan))
     layer["all"]["vars"] |= {"k3_run_id": "lab-production", "k3_run_dir": str(place)}
-    # JSON is YAML.
-    write_json(place / "inventory" / "run.yml", layer)
+    write_text(place / "inventory" / "run.yml", layer_text(layer))
     asked: list[int] = []
     with (
         lock(planned.cluster.name, "lab production"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,12 +209,11 @@ def _reproduce(run_dir: Path, plan: Mapping[str, Any], about: Mapping[str, Any])
     """The two ways to have the same run again: through the tool, and by Ansible alone with the run's own layer."""
     inventory = str(plan.get("inventory") or about.get("inventory") or "INVENTORY")
     options = about.get("options") or {}
-    extra = "".join(
-        f" --{key.replace('_', '-')} {value}" for key, value in options.items() if value not in (None, "", [])
-    )
+    given = {key: value for key, value in options.items() if value not in (None, "", [])}
+    extra = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return [
-        f"k3deploy apply {plan.get('candidate')} --inventory {inventory}{extra}",
-        f"ansible-playbook -i {inventory} -i {run_dir}/inventory playbooks/apply.yml",
+        shlex.join(["k3deploy", "apply", str(plan.get("candidate")), "--inventory", inventory, *extra]),
+        shlex.join(["ansible-playbook", "-i", inventory, "-i", f"{run_dir}/inventory", "playbooks/apply.yml"]),
     ]
 
 

@@ -64,6 +64,17 @@ def play(tmp_path: Path, inventory: Path) -> Play:
     return Play(tmp_path, inventory)
 
 
+def test_extra_variables_are_data_and_never_templates(play: Play) -> None:
+    """A reason that somebody gives on the command line must not be evaluated on the controller."""
+    reasons = ["{{ lookup('pipe', 'id') }}", "{% raw %}", "{# x #}", "100 % $HOME 'q' \"q\""]
+    result = play(
+        "- name: Say\n  ansible.builtin.debug: {msg: '{{ reasons + [inner.text] }}'}\n",
+        {"reasons": reasons, "inner": {"text": "{{ 7 * 7 }}"}},
+    )
+    said = [event["event_data"]["res"]["msg"] for event in play.events if event["event"] == "runner_on_ok"]
+    assert result.ok and said == [[*reasons, "{{ 7 * 7 }}"]] * 2
+
+
 def test_success_counts_tasks_and_exchanges_and_delivers_events_in_order(play: Play) -> None:
     result = play(
         """
