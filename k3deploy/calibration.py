@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from k3deploy import stats
 from k3deploy.facts import Facts, State
-from k3deploy.judge import ArmVerdict, Comparison
+from k3deploy.judge import NOT_INFERIOR, ArmVerdict, Comparison
 from k3deploy.judge.rule import STOP_PAIRS
 from k3deploy.paths import write_json
 
@@ -65,7 +65,10 @@ class Calibration(_Data):
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What a plan's pairs can show of its primary cells. ``problem`` says why they cannot show enough."""
+    """What a plan's pairs can show of its primary cells. ``problem`` says why they cannot show enough.
+
+    hardest: the cell that takes most pairs to be shown not slower where it is not, and how many (``None``: too many).
+    """
 
     pairs: int
     calibration: Calibration | None
@@ -74,6 +77,7 @@ class Power:
     detects: float | None = None
     needed: int | None = None
     problem: str = ""
+    hardest: tuple[str, int | None] | None = None
 
 
 def calibration_of(plan: Mapping[str, Any], facts: Facts, arm: ArmVerdict) -> Calibration | None:
@@ -145,7 +149,19 @@ def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
             f"{pairs} pairs know a gain to ±{math.expm1(half) * 100:.1f} % only (spread {spread * 100:.1f} %), "
             f"more than half of the {math.expm1(margin) * 100:.3g} % that are worth a change"
         )
-    return Power(pairs, calibration, spread, half, math.expm1(stats.detects(pairs, spread, margin)), needed, problem)
+    detects = math.expm1(stats.detects(pairs, spread, margin))
+    return Power(pairs, calibration, spread, half, detects, needed, problem, _hardest(plan, calibration))
+
+
+def _hardest(plan: Mapping[str, Any], calibration: Calibration) -> tuple[str, int | None] | None:
+    """Of the cells that must not be slower, the one with the widest spread, and the pairs that it takes."""
+    primary = primary_cells(plan["gates"])
+    cells = [(cell["cell"], cell["state"], "speed") for cell in plan["bench"]["cells"] if cell["state"] != "cached"]
+    known = [found for cell in cells if cell not in primary and (found := calibration.of(*cell))]
+    if not known:
+        return None
+    widest = max(known, key=lambda found: found.spread)
+    return f"{widest.cell} {widest.state}", stats.pairs_to_clear(math.log(NOT_INFERIOR), widest.spread)
 
 
 def primary_cells(gates: Mapping[str, Any]) -> list[tuple[str, str, str]]:

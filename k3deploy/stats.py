@@ -226,6 +226,12 @@ def detects(pairs: int, spread: float, margin: float) -> float:
     return margin + half_width(pairs, spread) + _t_quantile(POWER, pairs - 1) * spread / math.sqrt(pairs)
 
 
+def pairs_to_clear(margin: float, spread: float) -> int | None:
+    """The fewest pairs with which nine of ten runs clear ``margin`` (below 0) where nothing differs; ``None``: more
+    than anybody measures."""
+    return next((n for n in range(MIN_PAIRS, PAIRS_CAP + 1) if detects(n, spread, margin) <= 0), None)
+
+
 def pairs_for(half: float, spread: float) -> int | None:
     """The fewest pairs whose interval is at most ``half`` wide to either side; ``None``: more than anybody measures."""
     return next((n for n in range(MIN_PAIRS, PAIRS_CAP + 1) if half_width(n, spread) <= half), None)

@@ -39,6 +39,11 @@ def words(planned: Planned, power: Power, cost: Cost | None) -> str:
         parts.append(f"detects +{power.detects * 100:.1f} % ({source})")
     else:
         parts.append("what gain that detects is not known")
+    if power.hardest is not None:
+        cell, needed = power.hardest
+        if needed is None or needed > power.pairs:
+            number = "no affordable number of pairs" if needed is None else f"{needed} pairs"
+            parts.append(f"and it takes {number} to show that {cell} is not slower")
     text = ", ".join(parts)
     return f"{text}. No ACCEPT: {power.problem}" if power.problem else text
 

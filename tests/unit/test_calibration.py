@@ -98,3 +98,12 @@ def test_a_path_that_prefers_one_arm_is_a_problem() -> None:
     biased = [cell.model_copy(update={"ratio": 1.05, "low": 1.04, "high": 1.06}) for cell in found.cells]
     power = calibration.power(plan_for(8), found.model_copy(update={"cells": biased}))
     assert "differs from itself by +5.0 %" in power.problem
+
+
+def test_the_cell_that_takes_most_pairs_to_be_shown_not_slower_is_named() -> None:
+    found = measured(spread=0.003)
+    assert found is not None
+    cells = [c.model_copy(update={"spread": 0.01 if c.cell == "tg100" else 0.002}) for c in found.cells]
+    power = calibration.power(plan_for(8), found.model_copy(update={"cells": cells}))
+    assert power.hardest is not None and power.hardest[0] == "tg100 cold"
+    assert power.hardest[1] == stats.pairs_to_clear(math.log(0.99), 0.01) == 13

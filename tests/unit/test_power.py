@@ -30,6 +30,11 @@ def test_a_plan_is_promised_in_pairs_hours_and_gain() -> None:
     )
 
 
+def test_a_cell_that_needs_more_pairs_to_be_shown_not_slower_is_part_of_the_promise() -> None:
+    found = Power(8, KNOWN, 0.01, 0.008, 0.03, 8, hardest=("tg100 cold", 13))
+    assert power.words(planned(8), found, None).endswith("it takes 13 pairs to show that tg100 cold is not slower")
+
+
 def test_what_is_not_known_is_not_promised() -> None:
     text = power.words(planned(1), Power(1, None, problem="nobody knows"), None)
     assert text == (
