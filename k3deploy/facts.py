@@ -393,7 +393,7 @@ def assemble(run_dir: Path) -> Facts:
 
     Raises ``InputError`` with the problems of every record. A run whose first block is not recorded yet has no blocks.
     """
-    plan = _read_plan(run_dir)
+    plan = read_model(_Plan, run_dir / "plan.json")
     found: list[Problem] = []
     blocks: list[Block] = []
     for path in sorted((run_dir / "blocks").glob("[0-9]*.json")):
@@ -413,14 +413,34 @@ def assemble(run_dir: Path) -> Facts:
     if found:
         raise InputError(found)
     blocks.sort(key=lambda block: block.index)
-    return Facts(run_id=run_dir.name, candidate=str(plan.get("candidate", "")), blocks=blocks, void=void)
+    return Facts(run_id=run_dir.name, candidate=plan.candidate, blocks=blocks, void=void)
 
 
-def _read_plan(run_dir: Path) -> dict[str, Any]:
-    class _Plan(BaseModel):
-        model_config = ConfigDict(extra="allow")
+class _PlannedProcess(_Record):
+    listen: str | None = None
 
-    return read_model(_Plan, run_dir / "plan.json").model_dump()
+
+class _PlannedRank(_Record):
+    worker: _PlannedProcess | None = None
+
+
+class _PlannedForecast(_Record):
+    """What the plan foresaw of one rank; the parts stand beside the name."""
+
+    rank: str
+
+
+class _PlannedArm(_Record):
+    name: str = ""
+    processes: dict[str, _PlannedRank] = Field(default_factory=dict)
+    forecast: list[_PlannedForecast] = Field(default_factory=list)
+
+
+class _Plan(_Record):
+    """The plan, as far as the facts need it."""
+
+    candidate: str = ""
+    arms: list[_PlannedArm] = Field(default_factory=list)
 
 
 def _with_observations(run_dir: Path, block: Block) -> Block:
@@ -462,15 +482,13 @@ def _proven(proof: TransportProof | None, logged_errors: int | None) -> dict[str
     }
 
 
-def _with_allocation(plan: Mapping[str, Any], block: Block) -> Block:
+def _with_allocation(plan: _Plan, block: Block) -> Block:
     """Add what the plan foresaw of each rank's memory beside what the head's log says was allocated."""
-    arm: dict[str, Any] = next((arm for arm in plan.get("arms") or [] if arm.get("name") == block.arm), {})
-    endpoints = {
-        str(processes["worker"]["listen"]): rank
-        for rank, processes in (arm.get("processes") or {}).items()
-        if (processes.get("worker") or {}).get("listen")
-    }
-    found = memory_use.allocations(arm.get("forecast") or [], endpoints, *_allocated(block.observations))
+    arm = next((arm for arm in plan.arms if arm.name == block.arm), _PlannedArm())
+    workers = {rank: planned.worker for rank, planned in arm.processes.items()}
+    endpoints = {worker.listen: rank for rank, worker in workers.items() if worker is not None and worker.listen}
+    forecast = [entry.model_dump() for entry in arm.forecast]
+    found = memory_use.allocations(forecast, endpoints, *_allocated(block.observations))
     allocation = {
         one.rank: Allocation(
             foreseen_mib=dict(one.foreseen), allocated_mib=dict(one.allocated), error=one.error, wrong=one.wrong

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_bench import bench
 from test_inventory import CLUSTER, HOSTS
 
 from k3deploy import inventory, patches, plan, runner
@@ -33,6 +35,10 @@ from k3deploy.report.view import make_view
 from k3deploy.store import Store
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "collections"))
+
+from ansible_collections.k3.deploy.plugins.module_utils import host  # noqa: E402
+
 RUN = ROOT / "tests/fixtures/run-small"
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -360,3 +366,51 @@ def test_logs(lines: list[str], cut: int) -> None:
     text = "\n".join(lines)[cut:]
     parse_head_log(text).model_dump_json()
     parse_worker_log(text, "rank1").model_dump_json()
+
+
+REQUEST = {
+    "url": "http://10.0.0.1:8081",
+    "deadline_s": 900,
+    "request_timeout_s": 300.5,
+    "seed": 7,
+    "repeats": 2,
+    "vocab": {"first_id": 300, "last_id": 2000, "bos": 1},
+    "warmup": {"prefill": [256], "decode": [1]},
+    "cells": [
+        {"cell": "pp2048", "state": "cold", "n_prompt": 2048, "n_predict": 1},
+        {"cell": "pp2048", "state": "cached", "n_prompt": 2048, "n_predict": 1, "n_cached": 1024},
+    ],
+    "probes": ["shifted_prefix"],
+    "head_log": "/x",
+}
+
+
+@FEW
+@given(broken(REQUEST))
+def test_requests_of_the_harness(request: Any) -> None:
+    bench.check_request(REQUEST)
+    try:
+        bench.check_request(request)
+    except bench.RequestError as error:
+        assert str(error)
+        return
+    for cell in request["cells"]:
+        assert list(range(cell["n_prompt"])[:2]) == [0, 1] and cell["n_predict"] * request["repeats"] >= 1
+
+
+SS = """\
+LISTEN 0 4096 10.0.0.2:50053 0.0.0.0:* users:(("ggml-rpc-server",pid=71,fd=3))
+LISTEN 0 4096 *:22 *:* users:(("sshd",pid=1,fd=3),("systemd",pid=1,fd=4))
+LISTEN 0 4096 [::ffff:127.0.0.1]:8080 *:*
+"""
+SYSTEMCTL = "Id=a.service\nActiveState=active\nMainPID=71\n\nId=b.service\nActiveState=failed\n"
+
+
+@FEW
+@given(st.sampled_from([SS, SYSTEMCTL, ""]), st.lists(st.tuples(st.integers(0, 250), ODD_TEXT), max_size=4))
+def test_what_a_rank_s_own_programs_print(text: str, cuts: list[tuple[int, str]]) -> None:
+    for place, odd in cuts:
+        text = text[:place] + odd + text[place + 3 :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "run", lambda *_, **__: (0, text, ""))
+        json.dumps([host.listeners(), host.units_matching(["x"]), host.show_units(["a", "b"]), host.exposures(["a"])])

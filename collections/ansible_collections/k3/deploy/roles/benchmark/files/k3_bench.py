@@ -83,13 +83,18 @@ def check_request(request):
         value = mapping.get(key)
         if value is None and not required:
             return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum:
+        kinds = (int, float) if key.endswith("_s") else int  # seconds may have fractions, counts have none
+        if isinstance(value, bool) or not isinstance(value, kinds) or not minimum <= value < 1 << 53:
             wrong.append(f"{where}{key} must be a number of at least {minimum}, not {value!r}")
 
     if not isinstance(request, dict):
         raise RequestError("the request must be a JSON object")
-    url = urllib.parse.urlsplit(str(request.get("url", "")))
-    if url.scheme != "http" or not url.hostname:
+    try:
+        url = urllib.parse.urlsplit(str(request.get("url", "")))
+        usable = url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
         wrong.append("url must be http://HOST:PORT, not {!r}".format(request.get("url")))
     number("", request, "deadline_s", 1)
     number("", request, "request_timeout_s", 1, required=False)
@@ -120,9 +125,9 @@ def check_request(request):
         number(where, cell, "n_prompt", 2)
         number(where, cell, "n_predict", 1)
         number(where, cell, "n_cached", 1, required=False)
-        if isinstance(cell.get("n_cached"), int) and cell["n_cached"] > cell.get("n_prompt", 0):
+        if not wrong and (cell.get("n_cached") or 0) > cell["n_prompt"]:
             wrong.append(f"{where}n_cached must not be larger than n_prompt")
-        key = (cell["cell"], cell.get("state"))
+        key = (cell["cell"], str(cell.get("state")))
         if key in seen:
             wrong.append("cells[{}] repeats {} {}".format(place, cell["cell"], cell.get("state")))
         seen.add(key)
@@ -133,7 +138,8 @@ def check_request(request):
         for kind, sizes in warmup.items():
             if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 1 for n in sizes):
                 wrong.append(f"warmup.{kind} must be a list of sizes of at least 1, not {sizes!r}")
-    for probe in request.get("probes") or []:
+    probes = request.get("probes") or []
+    for probe in probes if isinstance(probes, list) else [probes]:
         if probe not in PROBES:
             wrong.append("probes: {!r} is unknown; valid: {}".format(probe, ", ".join(PROBES)))
     if wrong:
