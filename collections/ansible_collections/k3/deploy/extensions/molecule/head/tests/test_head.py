@@ -89,3 +89,9 @@ def test_it_listens_on_the_fabric_address_alone(rank0: Host, addresses: dict[str
 
 def test_its_log_comes_at_once(rank0: Host) -> None:
     assert "listening on http://" in rank0.file(f"{FOLDER}/log/head.log").content_string
+
+
+def test_its_exposure_is_held(rank0: Host) -> None:
+    """Devices are closed by a list and not by PrivateDevices=, and still systemd finds it confined."""
+    last = rank0.check_output(f"systemd-analyze security --no-pager {UNIT} | tail -1")
+    assert float(last.split(": ")[1].split()[0]) <= 4.0, last

@@ -105,3 +105,9 @@ def test_stopping_the_target_stops_everything_of_the_candidate_and_leaves_the_gu
     assert show(rank1, UNIT, "ActiveState") == {"ActiveState": "inactive"}
     assert show(rank1, "k3-candidate-guard.service", "ActiveState") == {"ActiveState": "active"}
     assert rank1.run("pgrep -u k3deploy").rc == 1
+
+
+def test_its_exposure_is_held(rank1: Host) -> None:
+    """Devices are closed by a list and not by PrivateDevices=, and still systemd finds it confined."""
+    last = rank1.check_output(f"systemd-analyze security --no-pager {UNIT} | tail -1")
+    assert float(last.split(": ")[1].split()[0]) <= 4.0, last
