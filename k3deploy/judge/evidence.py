@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k3deploy.facts import Block, Facts, State
-from k3deploy.judge.planned import PlannedArm, PlanView
+from k3deploy.judge.planned import PlannedArm, PlannedGate, PlanView
 
 TextKey = tuple[str, str, int]
 
@@ -27,6 +27,11 @@ class Evidence:
         baseline = plan.arms[0]
         blocks, baseline_blocks = facts.of(arm.name), facts.of(baseline.name)
         return cls(plan, arm, baseline, blocks, baseline_blocks, _complete_pairs(blocks, baseline_blocks))
+
+    @property
+    def gates(self) -> dict[str, PlannedGate]:
+        """What the arm is judged by."""
+        return self.plan.gates_of(self.arm)
 
     @property
     def both(self) -> list[Block]:

@@ -50,7 +50,7 @@ def parity_gates(evidence: Evidence) -> list[GateResult]:
     """The implied ones: errors where the program is another, suites that no row judges, the server against itself."""
     found = []
     if evidence.arm.build_key != evidence.baseline.build_key:
-        judged = {gate.observation for gate in evidence.plan.gates.values()}
+        judged = {gate.observation for gate in evidence.gates.values()}
         found += [_error_gate(evidence, key) for key in (OUTPUT_ERROR, STATE_ERROR) if key not in judged]
     return [*found, _suites_gate(evidence), _consistency_gate(evidence)]
 
@@ -97,7 +97,7 @@ def identity(evidence: Evidence, gate: PlannedGate) -> tuple[Result, str] | None
 
 
 def _suites_gate(evidence: Evidence) -> GateResult:
-    judged = {gate.suite for gate in evidence.plan.gates.values()}
+    judged = {gate.suite for gate in evidence.gates.values()}
     both = answers(evidence)
     outcome: Result = "open"
     reason = "no suite was run in both arms"

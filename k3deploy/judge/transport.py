@@ -31,7 +31,9 @@ def transport_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[st
     problems = [f"{lead}: {text}" for text in proof.problems]
     if arm.transport and arm.transport.rdma == "off" and any(one.result == "RDMA" for one in proof.connections):
         problems.append(f"{lead}: a connection is on RDMA, planned was the fall-back to TCP")
-    judged = arm.name != plan.arms[0].name and any(gate.observation == "rpc_errors" for gate in plan.gates.values())
+    judged = arm.name != plan.arms[0].name and any(
+        gate.observation == "rpc_errors" for gate in plan.gates_of(arm).values()
+    )
     if not judged:
         problems += [f"{lead}: {text}" for text in proof.events]
     return problems

@@ -83,11 +83,11 @@ def _harness_problems(blocks: Sequence[Block]) -> list[str]:
     return []
 
 
-def _sample_problems(plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
+def _sample_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
     """Every judged cell needs a sample that counts: those of the gates, and all cold and warm ones."""
     if block.bench is None or block.bench.error:
         return []  # said already
-    wanted = {(name, gate.state) for gate in plan.gates.values() for name in gate.cells}
+    wanted = {(name, gate.state) for gate in plan.gates_of(arm).values() for name in gate.cells}
     wanted |= {(cell.cell, cell.state) for cell in block.bench.cells if cell.state != "cached"}
     problems = []
     for name, state in sorted(wanted):
