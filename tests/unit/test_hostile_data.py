@@ -112,13 +112,13 @@ def broken(document: Any, keep: int = 0) -> st.SearchStrategy[Any]:
                 parent = parent[key]
             match draw(st.sampled_from(["replace", "replace", "remove", "add"])):
                 case "replace":
-                    parent[path[-1]] = draw(LEAF)
+                    parent[path[-1]] = copy.deepcopy(draw(LEAF))
                 case "remove":
                     del parent[path[-1]]
                 case "add" if isinstance(parent, dict):
-                    parent[draw(ODD_TEXT)] = draw(LEAF)
+                    parent[draw(ODD_TEXT)] = copy.deepcopy(draw(LEAF))
                 case _:
-                    parent.append(draw(LEAF)) if isinstance(parent, list) else None
+                    parent.append(copy.deepcopy(draw(LEAF))) if isinstance(parent, list) else None
         return value
 
     return build()
