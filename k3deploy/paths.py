@@ -27,6 +27,8 @@ def state_dir() -> Path:
         path = (Path(home) if home else Path.home() / ".local" / "state") / "k3deploy"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not base and path.stat().st_mode & 0o077:  # made on the way to something else, with what the umask left
+            path.chmod(0o700)
     except OSError as error:
         raise K3Error(
             f"the state directory {path} cannot be made: {error.strerror}",

@@ -14,6 +14,7 @@ import pytest
 
 from k3deploy import cli, store
 from k3deploy.errors import ExitCode
+from k3deploy.paths import state_dir
 from k3deploy.progress import Progress
 from k3deploy.runner import run_playbook
 
@@ -216,3 +217,10 @@ def test_a_playbook_without_room_for_its_files_is_a_failure_that_the_caller_can_
     (tmp_path / "hosts.yml").write_text("all: {}")
     result = run_playbook("status", [tmp_path / "hosts.yml"], {})
     assert not result.ok and "No space left on device: /x" in result.failures[0].message
+
+
+def test_the_users_own_state_directory_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("K3DEPLOY_STATE")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "k3deploy").mkdir(mode=0o755)
+    assert state_dir().stat().st_mode & 0o777 == 0o700
