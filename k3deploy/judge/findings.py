@@ -10,6 +10,7 @@ from k3deploy.judge.evidence import Evidence, observed
 from k3deploy.judge.health import health_findings
 from k3deploy.judge.memory import memory_findings
 from k3deploy.judge.planned import PlanView
+from k3deploy.judge.profile import profile_findings
 from k3deploy.judge.transport import transport_findings
 from k3deploy.judge.verdict import Seen
 
@@ -35,7 +36,7 @@ def arm_findings(evidence: Evidence) -> list[Seen]:
             text = "the server shows neither metrics nor slots: requests of others would not have been seen"
             found.append(Seen(source="measured", text=text))
             break
-    found += memory_findings(evidence)
+    found += memory_findings(evidence) + profile_findings(evidence)
     return found + transport_findings(evidence.both) + health_findings(evidence.both)
 
 

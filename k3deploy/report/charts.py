@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,32 @@ def block_chart(facts: Facts, cells: Sequence[tuple[str, str]]) -> str:
             axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
         grid[-1].set_xlabel("block, in the order of time", color=_INK)
         return _svg(figure, "blocks")
+
+
+def memory_chart(
+    series: Mapping[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]],
+    arms: Sequence[str],
+    floors: Mapping[str, int],
+    warn_mib: int | None,
+) -> str:
+    """MemAvailable of each rank over time, one panel a rank, with floor and warn tier; "" without a record.
+
+    series: {rank: [(arm, minutes, GiB)]}. floors: {rank: MiB}.
+    """
+    if not series:
+        return ""
+    with _axes(1.35 * len(series) + 0.9, rows=len(series)) as (figure, grid):
+        for axes, (rank, lines) in zip(grid, sorted(series.items()), strict=True):
+            for arm, minutes, available in lines:
+                axes.plot(minutes, available, color=_ARMS[arms.index(arm) % len(_ARMS)], linewidth=1.5)
+            if floor := floors.get(rank):
+                axes.axhline(floor / 1024, color=_BAD, linewidth=1, linestyle="--")
+            if warn_mib:
+                axes.axhline(warn_mib / 1024, color=_FAINT, linewidth=1, linestyle="--")
+            axes.set_title(f"{rank}, GiB available", loc="left", fontsize=10, color=_INK)
+            axes.set_ylim(bottom=0)
+        grid[-1].set_xlabel("minutes since the first block", color=_INK)
+        return _svg(figure, "memory")
 
 
 def arm_colours(facts: Facts) -> list[tuple[str, int]]:

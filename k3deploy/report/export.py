@@ -25,8 +25,8 @@ def llama_bench(plan: Plan, facts: Facts, _verdict: Verdict) -> str:
     """A JSON list with llama-bench's fields, one entry a block and cell.
 
     ``n_gen`` is 0 for a prefill cell, ``n_prompt`` for a decode cell, as llama-bench has it. Beside its fields stand
-    the arm, the state (llama-bench has only cold ones), the block and the run. The times are the server's own: prefill of a
-    prompt includes the sampling of its first token, which llama-bench leaves out.
+    the arm, the state (llama-bench has only cold ones), the block and the run. The times are the server's own: prefill
+    of a prompt includes the sampling of its first token, which llama-bench leaves out.
     """
     entries = []
     for block, cell in _cells(facts):

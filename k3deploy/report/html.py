@@ -26,7 +26,8 @@ def render_html(run_dir: Path, plan: Mapping[str, Any], facts: Facts, verdict: V
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    from k3deploy.report import charts, words
+    from k3deploy.report import charts, sections, words
+    from k3deploy.report.matrix import matrix_rows
     from k3deploy.report.view import make_view
 
     environment = Environment(
@@ -43,6 +44,19 @@ def render_html(run_dir: Path, plan: Mapping[str, Any], facts: Facts, verdict: V
         verdict=verdict,
         ratio_charts={arm.slug: Markup(charts.ratio_chart(arm)) for arm in verdict.arms},
         block_chart=Markup(charts.block_chart(facts, _judged_cells(verdict))),
+        memory_chart=Markup(
+            charts.memory_chart(
+                sections.memory_series(facts),
+                [arm for arm, _ in charts.arm_colours(facts)],
+                sections.floors(plan),
+                sections.warn_tier(facts),
+            )
+        ),
+        matrix=matrix_rows(plan, facts, verdict) if len(verdict.arms) > 1 else [],
+        parity=sections.parity_rows(plan, facts),
+        profile=sections.profile_rows(facts),
+        void=sections.void_rows(facts),
+        transport=sections.transport_rows(facts),
         arm_colours=charts.arm_colours(facts),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from k3deploy.facts import Facts
 from k3deploy.judge import ArmVerdict, Comparison, Verdict
-from k3deploy.report import words
+from k3deploy.report import sections, words
 from k3deploy.report.matrix import HEADINGS, MatrixRow, matrix_rows
 from k3deploy.report.view import View, make_view
 
@@ -132,6 +132,7 @@ def render_markdown(plan: Mapping[str, Any], facts: Facts, verdict: Verdict, run
             for b in view.blocks
         ],
     )
+    lines += _section_lines(plan, facts)
     lines += ["", "## Findings", ""]
     lines += [
         f"- {'**against the hypothesis:** ' if contradicts else ''}{_escape(text)} ({_escape(source)})"
@@ -145,6 +146,33 @@ def render_markdown(plan: Mapping[str, Any], facts: Facts, verdict: Verdict, run
     lines += _table(["what", "value"], [list(row) for row in view.provenance])
     lines += ["", "## How to have it again", "", *(f"    {command}" for command in view.reproduce)]
     return "\n".join(lines) + "\n"
+
+
+def _section_lines(plan: Mapping[str, Any], facts: Facts) -> list[str]:
+    """Parity, time per rank, transport and void blocks, each where there is something to show."""
+    tables: list[tuple[str, list[str], list[list[str]]]] = [
+        (
+            "Blocks that do not count",
+            ["block", "arm", "started", "why"],
+            [[str(v.block), v.arm, v.started, v.why] for v in sections.void_rows(facts)],
+        ),
+        (
+            "Parity",
+            ["arm", "asked", "against the baseline"],
+            [[p.arm, p.what, p.result] for p in sections.parity_rows(plan, facts)],
+        ),
+        (
+            "Time per rank",
+            ["arm", "rank", "computing", "transferring", "idle between graphs"],
+            [[p.arm, p.rank, p.forward, p.rpc, p.idle] for p in sections.profile_rows(facts)],
+        ),
+        (
+            "Transport of each connection",
+            ["worker", "carried by", "evidence", "blocks"],
+            [[t.worker, t.result, t.reason, t.blocks] for t in sections.transport_rows(facts)],
+        ),
+    ]
+    return [line for title, header, rows in tables if rows for line in ("", f"## {title}", "", *_table(header, rows))]
 
 
 def _arm_lines(arm: ArmVerdict, view: View) -> list[str]:
