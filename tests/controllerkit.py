@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from k3deploy.commands.judging import EXIT_CODES
 from k3deploy.facts import load_facts
@@ -39,6 +42,7 @@ class Controller:
     lab: Lab
     inventory: Path
     place: Path
+    owner: str = ""  # who they are in windows; user@host without it
 
     @property
     def runs(self) -> Path:
@@ -56,6 +60,7 @@ class Controller:
             "K3DEPLOY_RUNS": str(self.runs),
             "K3DEPLOY_INVENTORY": str(self.inventory),
             "NO_COLOR": "1",
+            **({"K3DEPLOY_OWNER": self.owner} if self.owner else {}),
         }
 
     def k3deploy(self, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
@@ -101,11 +106,40 @@ class Controller:
                 process.kill()
                 process.wait()
 
-    def elsewhere(self, name: str) -> Controller:
+    def elsewhere(self, name: str, owner: str = "") -> Controller:
         """The same inventory worked on from another machine: no lock and no run is shared."""
         place = self.place / name
         place.mkdir()
-        return replace(self, place=place)
+        return replace(self, place=place, owner=owner)
+
+    def without(self, rank: str) -> Controller:
+        """The same person with an inventory that has lost a rank."""
+        place = self.place / f"without-{rank}"
+        for folder in self.inventory.parent.iterdir():
+            shutil.copytree(folder, place / folder.name)
+        for file in (place / "lab").glob("*.yml"):
+            inventory = yaml.safe_load(file.read_text())
+            _drop(inventory, rank)
+            file.write_text(yaml.safe_dump(inventory))
+        return replace(self, inventory=place / "lab")
+
+    def cut_off(self, rank: str, seconds: int) -> None:
+        """Take a rank's network away for a while: nothing answers, and nothing says so."""
+        words = f"sh -c 'ip link set eth0 down; sleep {seconds}; ip link set eth0 up'"
+        self.on(rank, f"systemd-run --collect --quiet --on-active=1s --timer-property=AccuracySec=100ms {words}")
+        time.sleep(2)
+
+    def reboot(self, rank: str) -> None:
+        """End everything on a rank at once and let its systemd come up again."""
+        (found,) = (item for item in self.lab.config.ranks if item.name == rank)
+        self.lab.engine.call("restart", "--time", "0", found.container)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(AssertionError):
+                self.on(rank, "systemctl is-system-running --wait || true")
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"{rank} did not come up again")
 
     def on(self, rank: str, script: str) -> str:
         """What a shell script prints on a rank; it must end well."""
@@ -141,6 +175,14 @@ class Controller:
     def candidate(self) -> dict[str, str]:
         """Units and processes of candidates that run, by rank; empty where there is none."""
         return self.everywhere(_CANDIDATE)
+
+
+def _drop(inventory: Any, rank: str) -> None:
+    """Take a host out of every group of an inventory."""
+    if isinstance(inventory, dict):
+        inventory.pop(rank, None)
+        for value in inventory.values():
+            _drop(value, rank)
 
 
 # Every file with hash, owner, mode and times; units as systemd has them; who listens on the workers' port since when.
