@@ -200,7 +200,7 @@ def test_applying_again_with_ansible_alone_builds_installs_and_measures_nothing(
     layers = ["-i", str(controller.inventory), "-i", str(finished.run / "inventory")]
     done = controller.ansible("ansible-playbook", *layers, "playbooks/apply.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert roles_that_changed(done.stdout) == {"window"}, done.stdout
+    assert roles_that_changed(done.stdout) == {"window", "guard"}, done.stdout
     assert "k3.deploy.install : Make the candidate directories and the common units" in done.stdout
     assert measured(finished.run) == before
     assert controller.production() == finished.production_before
