@@ -18,7 +18,7 @@ import time
 
 INTERVAL_S = 0.2
 SLOW_S = 1.0  # how often what changes slowly is looked at
-TABLE_S = 5.0  # how often the kernel's table of connections is read, when no socket came or went
+TABLE_S = 15.0  # how often the table of connections is read when no socket came or went: for a worker too stuck to close its own
 BLIND_S = 2.0  # memory that cannot be read for so long counts as a crossed floor
 GRACE_S = 1.0  # what SIGTERM did not end by then gets SIGKILL: the floor is seconds away from a wedge
 RETRY_S = 30.0
