@@ -231,3 +231,12 @@ def test_no_control_character_reaches_a_unit_or_a_path(text: str) -> None:
     for value in (taken.binaries[0], taken.head_unit):
         assert value.isprintable() or all(ord(character) >= 32 for character in value)
         assert not set(value) & {"\n", "\r", "\0", "\x1b", "\x7f", "\x85"}
+
+
+def test_a_band_of_health_is_named_and_closed_rightly_or_refused(tmp_path: Path) -> None:
+    bands = {"gemv_gbs": {"min": 1}, "power_w": {"min": 9, "max": 3}, "copy_gb_s": {}}
+    with pytest.raises(InputError) as caught:
+        load(make(tmp_path / "a", {**CLUSTER, "k3_health": {"bands": bands}}))
+    said = str(caught.value)
+    assert "gemv_gb_s" in said and "min 9 is above max 3" in said and "must give min, max or both" in said
+    load(make(tmp_path / "b", {**CLUSTER, "k3_health": {"probe_s": 0.2, "bands": {"gemv_gb_s": {"min": 150}}}}))
