@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import click
 
 from k3deploy.commands.options import CONTEXT, inventory_option, json_option, live_display, print_json, warn
 from k3deploy.commands.stop import Stop
-from k3deploy.errors import ExitCode, K3Error, LeftoverError, NotRestoredError
+from k3deploy.errors import ExitCode, K3Error, LeftoverError, LockedError, NotRestoredError
 
 if TYPE_CHECKING:
     from k3deploy.runner import RunResult
@@ -138,7 +139,14 @@ def rollback(inventory: Path, restart_workers: bool, as_json: bool) -> int:
             progress.note("production is being brought back; press Ctrl-C again to leave that undone")
 
     progress = Progress(sys.stderr, live=live_display())
-    with lock(cluster_name(inventory), "rollback"), Stop(on_signal) as stop, progress:
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock(cluster_name(inventory), "rollback"))
+        except LockedError as error:
+            # Production comes first, as it does from another machine: a run that goes on here finds its window closed.
+            warn(f"{error}; production is brought back all the same. Stop that run too: it may take a window later")
+        stop = held.enter_context(Stop(on_signal))
+        held.enter_context(progress)
         stop.restart(patience=2)
         extra = {"k3_restart_workers": True} if restart_workers else {}
         restoration = restore(inventory, progress.event, stop.requested, extra=extra)

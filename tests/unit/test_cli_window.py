@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from k3deploy import cli, runner
 from k3deploy.commands import window
 from k3deploy.commands.options import DurationType
-from k3deploy.commands.rollback import Restoration
+from k3deploy.commands.rollback import Restoration, cluster_name
 from k3deploy.errors import ExitCode
 from k3deploy.runner import HostFailure, RunResult
 
@@ -189,3 +191,27 @@ def test_production_that_is_back_with_a_rank_left_is_not_the_loud_error() -> Non
     ]
     assert "k3deploy rollback -i inventory/east" in error.remedy
     assert Restoration(result, {}).error(Path("x")).exit_code is ExitCode.NOT_RESTORED
+
+
+def test_rollback_does_not_wait_for_a_run_that_goes_on_here(
+    playbooks: Playbooks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    playbooks.say("rollback", done=True, production={"answers": True})
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from k3deploy.store import lock\n"
+            "with lock(sys.argv[1], 'apply candidate-U2'): print(flush=True); input()",
+            cluster_name(playbooks.inventory),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert cli.run(["rollback", "-i", str(playbooks.inventory)]) == 0
+        holder.kill()
+    said = capfd.readouterr().err
+    assert "in use by apply candidate-U2" in said and "production answers" in said
