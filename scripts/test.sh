@@ -24,6 +24,13 @@ trap 'kill -INT "$child" 2>/dev/null; wait "$child"; exit 130' INT
 # The whole group: what the tests started must not go on while their labs are taken down.
 trap 'kill -TERM -- "-$child" 2>/dev/null; wait "$child"; exit 143' TERM HUP
 
+# A real browser looks at the report. Where it cannot be installed, that test is skipped and says so.
+if ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
+  echo "installing chromium, in which the report is looked at"
+  as_root=$([ "$(id -u)" -eq 0 ] || echo sudo -n)
+  { $as_root apt-get update -qq && $as_root apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1
+fi
+
 setsid pytest -n 2 "$@" &
 child=$!
 wait "$child"
