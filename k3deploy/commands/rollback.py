@@ -55,7 +55,8 @@ class Restoration:
     @property
     def words(self) -> str:
         if self.proof.get("as_recorded"):
-            return "production is back: it answers as recorded before the window"
+            owner = (self.proof.get("window") or {}).get("owner")
+            return f"production is back: it answers as recorded before the window{f' of {owner}' if owner else ''}"
         if self.proof.get("answers"):
             return "production answers"
         return str(self.proof.get("note") or "production is as it was found")

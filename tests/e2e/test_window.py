@@ -80,7 +80,7 @@ def test_rollback_with_a_rank_cut_off_and_one_lost_from_the_inventory_brings_pro
     done = controller.without("rank3").k3deploy("rollback")
     assert done.returncode == 21, done.stderr
     address = controller.lab.config.ranks[3].address
-    assert "production is back: it answers as recorded before the window; but this is left" in done.stderr
+    assert "production is back: it answers as recorded before the window of ann@east; but this is left" in done.stderr
     assert "rank2 was not reached" in done.stderr
     assert f"rank3 ({address}) took part in the window and is not in this inventory" in done.stderr
     assert controller.ask_production() == opened.answer
