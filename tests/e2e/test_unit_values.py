@@ -98,17 +98,26 @@ def resumed(odd: Controller) -> Resumed:
     return Resumed(run, kept, at)
 
 
+def guards(controller: Controller, state: str) -> None:
+    """Arm or disarm every rank's guard, without which no candidate starts."""
+    where = ("ranks", "-i", str(controller.inventory), "--become")
+    done = controller.ansible("ansible", *where, "-m", "k3.deploy.guard", "-a", f"state={state}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", ["worker", "head"])
 def test_every_value_arrives_as_it_was_written(odd: Controller, resumed: Resumed, kind: str) -> None:
     plan = json.loads((resumed.run / "plan.json").read_text())
     planned = plan["arms"][1]["processes"]["rank0"][kind]
     unit = f"k3-candidate-{kind}@T1.service"
+    guards(odd, "armed")
     odd.everywhere("systemctl start k3-candidate-worker@T1.service")
     try:
         script = f"systemctl start {unit}\npython3 - {unit} <<'END'\n{SEEN}END\n"
         seen: dict[str, Any] = json.loads(odd.on("rank0", script))
     finally:
         odd.everywhere("systemctl stop 'k3-candidate*'; systemctl reset-failed")
+        guards(odd, "disarmed")
     assert seen["argv"][1:] == planned["argv"][1:]
     assert seen["argv"][0] == f"/opt/k3deploy/candidates/T1/release/{planned['argv'][0]}"
     assert VALUES.items() <= planned["environment"].items() <= seen["environment"].items()
