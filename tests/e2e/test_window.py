@@ -94,3 +94,14 @@ def test_rollback_with_a_rank_cut_off_and_one_lost_from_the_inventory_brings_pro
     assert {rank: after[rank] for rank in ("rank1", "rank2", "rank3")} == {
         rank: opened.production[rank] for rank in ("rank1", "rank2", "rank3")
     }
+
+
+def test_productions_workers_are_restarted_only_when_an_operator_asks(controller: Controller, opened: Opened) -> None:
+    ask = "systemctl show --property=MainPID --value llama-production-worker"
+    before = controller.everywhere(ask)
+    assert controller.k3deploy("rollback").returncode == 0
+    assert controller.everywhere(ask) == before
+    assert controller.k3deploy("rollback", "--restart-workers").returncode == 0
+    after = controller.everywhere(ask)
+    assert all(after[rank] not in ("0\n", before[rank]) for rank in before)
+    assert controller.ask_production() == opened.answer
