@@ -193,7 +193,10 @@ def _arm_lines(arm: ArmVerdict, view: View) -> list[str]:
         lines += _table(["setting", "baseline", "arm"], [[d.key, d.baseline, d.arm] for d in view.differences[arm.arm]])
     lines += ["", "### Lowest available memory per rank", ""]
     lines += _table(
-        ["rank", "floor", "lowest", "while loading", "while measuring", "baseline's lowest"],
+        [
+            *("rank", "floor", "lowest", "while loading", "while measuring", "baseline's lowest"),
+            *("lowest MemFree less CmaFree", "allocated", "change a request"),
+        ],
         [
             [
                 m.rank,
@@ -201,6 +204,9 @@ def _arm_lines(arm: ArmVerdict, view: View) -> list[str]:
                     words.memory,
                     (m.guard_mib, m.min_available_mib, m.load_min_mib, m.run_min_mib, m.baseline_min_mib),
                 ),
+                words.memory(m.min_driver_free_mib),
+                words.allocated(m),
+                words.trend(m),
             ]
             for m in arm.memory
         ],

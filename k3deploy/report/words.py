@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3deploy.judge import Comparison, GateResult
+from k3deploy.judge.verdict import RankMemory
 
 OUTCOME_WORDS = {
     "ACCEPT": "every gate passed",
@@ -97,3 +98,16 @@ def plain(value: Any) -> str:
 def memory(value: int | None) -> str:
     """MiB with a thin thousands separator."""
     return MISSING if value is None else f"{value:,} MiB".replace(",", " ")
+
+
+def allocated(rank: RankMemory) -> str:
+    """What llama.cpp allocated on a rank, and by how much the forecast of it was off."""
+    if rank.allocated_mib is None or rank.forecast_error is None:
+        return MISSING
+    return f"{memory(round(rank.allocated_mib))} (forecast {rank.forecast_error * 100:+.0f} %)"
+
+
+def trend(rank: RankMemory) -> str:
+    """How available memory changes from one request to the next."""
+    value = rank.trend_mib_per_request
+    return MISSING if value is None else f"{value:+.2f} MiB"

@@ -12,7 +12,8 @@ import pytest
 
 from k3deploy.facts import Facts, assemble
 from k3deploy.judge import Verdict, judge
-from k3deploy.report import write_html
+from k3deploy.judge.verdict import RankMemory
+from k3deploy.report import words, write_html
 from k3deploy.report.html import render_html
 from k3deploy.report.text import render_markdown, render_text
 
@@ -196,3 +197,14 @@ def test_a_sample_that_does_not_count_is_listed_with_its_reason() -> None:
 def test_the_report_says_how_to_have_the_run_again(html: str) -> None:
     assert "k3deploy apply candidate-U2 --inventory inventory/lab" in html
     assert "ansible-playbook -i inventory/lab -i" in html
+
+
+def test_a_ranks_memory_stands_beside_what_was_foreseen_of_it() -> None:
+    known = RankMemory(
+        **{"rank": "rank2", "min_available_mib": 1600, "load_min_mib": 1700, "run_min_mib": 1600},
+        **{"baseline_min_mib": None, "guard_mib": 1536, "min_driver_free_mib": 512},
+        **{"foreseen_mib": 231.0, "allocated_mib": 217.7, "forecast_error": 0.061, "trend_mib_per_request": -10.25},
+    )
+    assert (words.allocated(known), words.trend(known)) == ("218 MiB (forecast +6 %)", "-10.25 MiB")
+    unknown = RankMemory.model_validate({**known.model_dump(), "allocated_mib": None, "trend_mib_per_request": None})
+    assert (words.allocated(unknown), words.trend(unknown)) == (words.MISSING, words.MISSING)
