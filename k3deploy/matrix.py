@@ -147,7 +147,7 @@ class Row(_Data):
             return [("", fixed)]
         keys = list(self.sweep)
         return [
-            (render(values[0]), {**fixed, **dict(zip(keys, values, strict=True))})
+            (_point_name(values[0]), {**fixed, **dict(zip(keys, values, strict=True))})
             for values in zip(*self.sweep.values(), strict=True)
         ]
 
@@ -425,6 +425,13 @@ def _lookup(settings: dict[str, Any], name: str) -> Any:
     if name.startswith("environment."):
         return (settings.get("environment") or {}).get(name.removeprefix("environment."))
     return settings.get(name)
+
+
+def _point_name(value: Any) -> str:
+    """What names an arm of a sweep: the value; of a map with one entry (a variable of the environment) that entry's."""
+    if isinstance(value, dict) and len(value) == 1:
+        (value,) = value.values()
+    return render(value)
 
 
 def _sweep_problems(row: Row, document: Document) -> list[Problem]:

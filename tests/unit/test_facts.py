@@ -215,6 +215,12 @@ def test_the_kda_kernels_markers_are_counted_and_their_absence_is_zero() -> None
     assert parse_worker_log("transport : TCP").kda_blocked_active == 0
 
 
+def test_the_grouped_products_markers_are_counted() -> None:
+    text = 'K3_IQ1S_GROUPED_ACTIVE variant=exact-wide k=3584\nK3_IQ1S_GROUPED_FALLBACK reason="shape" k=768\n'
+    observed = parse_worker_log(text + "K3_IQ1S_GROUPED_ACTIVE variant=exact-narrow k=3072\n")
+    assert (observed.iq1s_grouped_active, observed.iq1s_grouped_fallback) == (2, 1)
+
+
 def test_timed_workers_tell_how_much_slower_the_slowest_rank_is(run_dir: Path) -> None:
     line = (
         "K3_RPC_TIMING graph={n} kind=recompute device=0 nodes=1257 end_us=7350388243 prepare_us=1 compute_us={us} "

@@ -77,13 +77,21 @@ def test_the_baseline_is_the_observed_configuration(matrix: Matrix) -> None:
 
 
 def test_every_row_of_the_matrix_is_there(matrix: Matrix) -> None:
-    assert list(matrix.rows) == [*(f"U{number}" for number in range(1, 12)), "next"]
+    assert list(matrix.rows) == [*(f"U{number}" for number in range(1, 13)), "next"]
     kinds = {name: entry.kind for name, entry in matrix.rows.items()}
     assert [name for name, kind in kinds.items() if kind == "runtime"] == ["U2", "U3", "U6", "U7", "U9", "next"]
-    assert [name for name, kind in kinds.items() if kind == "build"] == ["U1", "U10", "U11"]
+    assert [name for name, kind in kinds.items() if kind == "build"] == ["U1", "U10", "U11", "U12"]
     assert [name for name, kind in kinds.items() if kind == "transport"] == ["U4", "U5"]
     assert [name for name, kind in kinds.items() if kind == "profile"] == ["U8"]
     assert all(entry.guards.rank_available_mib == 1536 for entry in matrix.rows.values())
+
+
+def test_a_swept_variable_of_the_environment_names_its_arms_by_its_value(matrix: Matrix) -> None:
+    arms = matrix.resolve("candidate-U12").arms
+    assert [(arm.name, arm.settings["environment"]) for arm in arms] == [
+        ("U12@exact", {"GGML_CUDA_K3_IQ1S_GROUPED": "exact"}),
+        ("U12@fine", {"GGML_CUDA_K3_IQ1S_GROUPED": "fine"}),
+    ]
 
 
 def test_the_suggested_next_load_is_exact(matrix: Matrix) -> None:
