@@ -17,7 +17,7 @@ def write_html(run_dir: Path, plan: Mapping[str, Any], facts: Facts, verdict: Ve
     from k3deploy.paths import write_text
 
     path = run_dir / "report.html"
-    write_text(path, render_html(run_dir, plan, facts, verdict), mode=0o644)
+    write_text(path, render_html(run_dir, plan, facts, verdict))
     return path
 
 
