@@ -28,7 +28,7 @@ from k3deploy.commands.options import (
     runs_option,
     warn,
 )
-from k3deploy.commands.rollback import restore
+from k3deploy.commands.rollback import Restoration, restore
 from k3deploy.commands.stop import Stop
 from k3deploy.commands.window import locked as locked_words
 from k3deploy.errors import ExitCode, InterruptedRun, K3Error, LockedError, PreflightError
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # What happens in these phases touches nothing of production: when one of them fails there is nothing to bring back.
 _HARMLESS = frozenset(("preflight", "build", "install"))
+# Tasks that a playbook ends with, whatever failed before.
+_CLOSING = ("Close | ", "Guard | disarm")
 
 EPILOG = """\b
 Examples:
@@ -187,7 +189,7 @@ def _plan(
     planned = make(options["pairs"])
     found, cost = power.known(planned, request.runs)
     if run is not None:
-        return power.with_rule(planned, {"no_accept": run.plan()["rule"]["no_accept"]}), cost
+        return power.with_rule(planned, {"no_accept": run.plan().get("rule", {}).get("no_accept", "")}), cost
     if options["pairs"] is None and request.max_hours is not None:
         options["pairs"] = power.pairs_in(request.max_hours, len(planned.mapping["arms"]), cost)
         planned = make(options["pairs"])
@@ -221,9 +223,12 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
             kept = result["production"].get("note") if result.get("close") is False else None
             if kept:
                 progress.note(str(kept))
+            if result.get("done") and result["production"].get("answers"):
+                proof.update(result["production"])
         progress.event(event)
 
     bringing_back = False
+    proof: dict[str, Any] = {}
     mine = {"k3_run_id": run.id, "k3_run_owner": run.owner}
     progress = Progress(sys.stderr, run.events, live=live_display(), blocks=[block["arm"] for block in plan["blocks"]])
     warn(f"run {run.id}", "cyan")
@@ -234,7 +239,9 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
         if not result.ok:
             progress.finish("stopped" if result.status == "canceled" else "failed")
         locked = locked_words(result)
-        if not result.ok and not locked and any(phase.name not in _HARMLESS for phase in progress.phases):
+        if _closed(result, proof):
+            progress.note(Restoration(result, proof).words)
+        elif not result.ok and not locked and any(phase.name not in _HARMLESS for phase in progress.phases):
             bringing_back = True
             stop.restart(patience=2)
             progress.note("bringing production back")
@@ -258,6 +265,13 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
     if outcome is None:
         raise K3Error("the playbook ended well but recorded no block", remedy=f"see {result.log}")
     return int(outcome.exit_code)
+
+
+def _closed(result: RunResult, proof: Mapping[str, Any]) -> bool:
+    """Whether a playbook that failed brought production back by itself, on every rank and with proof."""
+    if result.status != "failed" or not proof or result.unreachable:
+        return False
+    return not any(failure.task.startswith(_CLOSING) for failure in result.failures)
 
 
 def _failure(result: RunResult, progress: Progress, run: Run) -> K3Error:

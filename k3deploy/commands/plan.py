@@ -160,7 +160,9 @@ def _rule(table: Table, plan: Mapping[str, Any], promise: str) -> None:
     rule = plan["rule"]
     alpha = stats.ALPHA / (len(plan["arms"]) - 1)
     spent = [f"{n} pairs (at most {stats.spent(n / rule['looks'][-1], alpha):.2%} spent)" for n in rule["looks"]]
-    _row(table, "ACCEPT", f"the whole interval above +{rule['delta']:.0%}; looked at after {', '.join(spent)}")
+    least = stats.least_pairs(len(plan["arms"]) - 1)
+    when = f"after {', '.join(spent)}" if rule["looks"][-1] >= least else f"with {least} pairs or more only"
+    _row(table, "ACCEPT", f"the whole interval above +{rule['delta'] * 100:.3g} %: {when}")
     if promise:
         _row(table, "promise", promise)
 

@@ -27,7 +27,7 @@ def checks(evidence: Evidence) -> list[Check]:
     for block in evidence.both:
         for name, problems in block_problems(evidence.plan, evidence.planned(block), block).items():
             found[name] += problems
-    if not evidence.pairs and not found["blocks"]:
+    if not evidence.pairs and not any(found.values()):
         found["blocks"].append(f"no pair of a baseline block and a block of {evidence.arm.name} is complete")
     found["harness"] = _harness_problems(evidence.both)
     found["one build"] = _build_differences(evidence)
@@ -237,8 +237,8 @@ def _moment(text: str) -> float:
 # A check a line, in the order in which a reader wants to be told.
 BLOCK_CHECKS: Mapping[str, BlockCheck] = {
     "blocks": _measured_problems,
-    "samples": _sample_problems,
     "alone": _foreign_problems,
+    "samples": _sample_problems,
     "as planned": _process_problems,
     "build": _build_problems,
     "memory known": _memory_problems,

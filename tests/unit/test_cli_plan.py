@@ -87,7 +87,7 @@ def test_a_plan_shows_differences_processes_memory_gates_blocks_and_findings() -
 
 
 def test_a_plan_says_what_an_accept_takes_before_anything_is_measured() -> None:
-    assert "the whole interval above +2%; looked at after 6 pairs (at most 2.36% spent), 8 pairs" in shown()
+    assert "the whole interval above +2 %: after 6 pairs (at most 2.36% spent), 8 pairs" in shown()
 
 
 def test_an_arm_shows_only_the_processes_that_differ_from_the_baseline_s() -> None:
