@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -208,6 +209,13 @@ def test_a_wrong_gid_and_a_gid_without_its_device_are_the_cause(tcp: dict) -> No
     assert "GGML_RDMA_GID without GGML_RDMA_DEV" in result(tcp)["reason"]
 
 
+def test_a_failed_activation_of_the_head_is_not_that_of_a_worker_which_offered_nothing(tcp: dict) -> None:
+    for one in both(tcp, "rank0"):
+        one["lines"]["head"] = [PROBED.format(30), "RDMA activate failed, staying on TCP"]
+    change(tcp, "rank1", memlock_bytes=MIB)
+    assert result(tcp)["cause"] == "memlock"
+
+
 def test_a_peer_that_offers_nothing_is_the_cause_when_nothing_else_is(tcp: dict) -> None:
     assert result(tcp)["cause"] == "peer"
     change(tcp, "rank1", knows_rdma=False)
@@ -309,6 +317,18 @@ def test_sockets_and_queue_pairs_are_read_as_the_programs_print_them() -> None:
     )
     assert rdma_link.parse_qps(queues) == [{"device": "rxe0", "qpn": 17, "remote": 18, "state": "RTS", "pid": 812}]
     assert rdma_link.parse_qps("not json") == []
+
+
+def test_the_limit_of_a_running_process_is_read_from_the_kernel() -> None:
+    command = ["prlimit", f"--memlock={MIB}:{MIB}", "cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdin is not None and running.stdout is not None
+        running.stdin.write(b"up\n")
+        running.stdin.flush()
+        running.stdout.readline()  # it is cat by now
+        found = rdma_link.process(running.pid)
+        running.stdin.close()
+    assert found is not None and found["memlock_bytes"] == MIB
 
 
 def test_the_limit_of_a_process_is_read_and_unlimited_is_none() -> None:

@@ -71,7 +71,10 @@ def why_tcp(plan, head, worker):
         if "GGML_RPC_NO_RDMA" in (end["process"].get("environment") or {}) or end["process"].get("knows_rdma") is False:
             return _silent_cause(plan, end)
     misplaced = next(filter(None, map(_misplaced, ends)), None)
-    failed = next((end for end in ends if end["said"]["failed"]), None)
+    # An end only tries to activate what the other one offered, and the head's lines are of all its connections: its failure is not this
+    # connection's when the worker offered nothing.
+    mine = [end for end in ends if end["kind"] == "worker" or worker["said"]["probed"]]
+    failed = next((end for end in mine if end["said"]["failed"]), None)
     if failed:
         return "gid", misplaced or f"{failed['rank']}'s {failed['kind']} could not activate: the network of its GID does not reach the peer"
     # A worker that probed and did not activate was told by the head that it has no RDMA; the head's own lines are of all its connections.

@@ -115,12 +115,21 @@ def _transport_library(pid, exe):
     return b"RDMA activated" in content, {"chunk_bytes": int(ring[1]), "rx_depth": int(ring[2])} if ring else None
 
 
+def _limits(pid):
+    """/proc/PID/limits, which cannot be read from its end as a log is; an empty string when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/limits", encoding="ascii") as raw:
+            return raw.read()
+    except OSError:
+        return ""
+
+
 def process(pid):
     """One process of the transport: its limit, its switches, and what its RPC library is."""
     seen = host.process(pid)
     if seen is None:
         return None
-    limits = host.tail(f"/proc/{pid}/limits")
+    limits = _limits(pid)
     knows, ring = _transport_library(pid, seen["exe"])
     environment = {name: seen["environment"][name] for name in _VARIABLES if name in seen["environment"]}
     return {"pid": pid, "memlock_bytes": memlock_limit(limits), "environment": environment, "knows_rdma": knows, "ring": ring}

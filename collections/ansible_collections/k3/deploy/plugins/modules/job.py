@@ -127,7 +127,8 @@ def start(module, unit):
     properties = [
         "RuntimeMaxSec=%d" % params["deadline"],
         "StandardOutput=truncate:" + params["log"],
-        "StandardError=append:" + params["log"],
+        # Not a second opening of the file: the two would write over each other's lines.
+        "StandardError=inherit",
         *params["properties"],
     ]
     if params["user"]:
