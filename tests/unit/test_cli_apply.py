@@ -25,7 +25,8 @@ from ansible.module_utils.basic import AnsibleModule
 module = AnsibleModule(argument_spec={"state": {}, "file": {"type": "path"}})
 with open(module.params["file"], "w") as stream:
     stream.write(module.params["state"])
-module.exit_json(changed=True, done=True, production={"answers": True, "as_recorded": True})
+back = module.params["state"] == "serving"
+module.exit_json(changed=True, done=True, production={"answers": True, "as_recorded": True} if back else {})
 """
 
 
@@ -162,6 +163,20 @@ def test_a_failure_inside_the_window_brings_production_back(
     assert caught.value.exit_code is ExitCode.FAILED
     assert project.state.read_text() == "serving"
     assert "answers as recorded" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("failed", "again"), [("Measure | block 1", False), ("Close | stop the candidate", True)])
+def test_a_playbook_that_brought_production_back_itself_is_believed_unless_its_own_close_failed(
+    project: Project, capfd: pytest.CaptureFixture[str], failed: str, again: bool
+) -> None:
+    project.write("apply", [("Window | drain", project.set("drained")), ("Close | back", project.set("serving"))])
+    with (project.playbooks / "apply.yml").open("a") as play:
+        play.write(f"    - name: {failed}\n      {FAIL}\n")
+    with pytest.raises(K3Error, match="no space left"):
+        apply.carry_out(project.run(), project.inventory, PLAN)
+    said = capfd.readouterr().err
+    assert ("bringing production back" in said) is again
+    assert "production is back: it answers as recorded before the window" in said
 
 
 def test_production_that_does_not_come_back_is_loud(project: Project) -> None:

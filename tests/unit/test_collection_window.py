@@ -399,3 +399,18 @@ def test_processes_are_named_stuck_ones_first_then_gpu_users_then_the_largest(tm
         "pid 7 (llama) holds 90000 MiB",
         "pid 8 (rpc) holds 4000 MiB",
     ]
+
+
+def test_production_that_cannot_come_back_names_who_took_its_port(
+    production: Production, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = [{"address": "0.0.0.0", "port": 8080, "pid": 77}, {"address": "::", "port": 80, "pid": 78}]
+    monkeypatch.setattr(host, "listeners", lambda: taken)
+    monkeypatch.setattr(host, "process", lambda pid: {"exe": f"/usr/bin/stranger{pid}"})
+    back = window_of.Return("/nowhere", "p.service", "http://head:8080", 5)
+    production.state, production.healthy = "failed", False
+    with pytest.raises(window_of.ProductionError, match=r"port 8080 is held by pid 77 \(/usr/bin/stranger77\): end that"):
+        back.waiting()
+    taken.clear()
+    with pytest.raises(window_of.ProductionError, match="failed: see its journal"):
+        back.waiting()

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
-from ansible_collections.k3.deploy.plugins.filter.guard import block_broken, guard_trips
+from ansible_collections.k3.deploy.plugins.filter.guard import block_broken, block_failures, guard_trips
 from ansible_collections.k3.deploy.plugins.modules import guard as module
 from ansible_collections.k3.deploy.plugins.modules import units
 
@@ -540,6 +540,16 @@ def test_a_trip_is_told_with_its_values_and_the_cause_comes_before_what_followed
         "300 MiB, 12 % of 10 s waited for memory; largest: ggml-rpc-server 812 MiB), candidate stopped by the guard"
     ]
     assert said["all"][0] == said["floors"][0] and "with SIGKILL" in said["all"][1]
+
+
+def test_what_broke_a_block_is_the_task_that_failed_and_its_first_words() -> None:
+    failed = {
+        "ansible_failed_task": {"name": "Start the head"},
+        "ansible_failed_result": {"msg": "it ended with signal\nlog"},
+    }
+    lost = {"ansible_failed_task": {"name": "Stop"}, "ansible_failed_result": {"unreachable": True, "msg": "ssh"}}
+    said = block_failures({"rank0": failed, "rank1": {}, "rank2": lost})
+    assert said == ["rank0: Start the head: it ended with signal"]
 
 
 def test_the_state_of_the_block_before_is_not_taken_for_a_broken_blocks_own() -> None:

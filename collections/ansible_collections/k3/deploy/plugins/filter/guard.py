@@ -35,8 +35,23 @@ def block_broken(variables, slug):
     return {"state": state if fresh else None, "stop": stop}
 
 
+def block_failures(ranks):
+    """What failed in a block, a sentence a rank: the task that failed there, and the first line of what it said.
+
+    ranks: {rank: its variables}, of which a rescue has ansible_failed_task and ansible_failed_result.
+    """
+    said = []
+    for rank, variables in ranks.items():
+        result = variables.get("ansible_failed_result") or {}
+        task = (variables.get("ansible_failed_task") or {}).get("name") or ""
+        words = str(result.get("msg") or "").strip().splitlines()
+        if words and not result.get("unreachable"):
+            said.append(f"{rank}: {task}: {words[0]}")
+    return said
+
+
 class FilterModule:
     """Registers the filters."""
 
     def filters(self):
-        return {"guard_trips": guard_trips, "block_broken": block_broken}
+        return {"guard_trips": guard_trips, "block_broken": block_broken, "block_failures": block_failures}

@@ -91,7 +91,7 @@ def seconds_active(shown):
 def stop_units(patterns=CANDIDATE_UNITS, timeout=20, dry=False):
     """Stop what runs of the units that match; SIGKILL what does not listen to SIGTERM. The guard is left alone.
 
-    Returns ``{stopped: [names that ran], killed: [names], left: {name: pid that even SIGKILL does not end}}``. With ``dry``, stops nothing.
+    Returns ``{stopped: [names that ran], killed: [names, those that systemd itself had to kill among them], left: {name: pid that even SIGKILL does not end}}``. With ``dry``, stops nothing.
     """
     names = [name for name in units_matching(patterns) if name not in GUARD_UNITS]
     shown = show_units(names)
@@ -108,10 +108,11 @@ def stop_units(patterns=CANDIDATE_UNITS, timeout=20, dry=False):
         run(["systemctl", "stop", *stuck], timeout=timeout)
         shown.update(show_units(stuck))
         left = {name: int(shown[name].get("MainPID") or 0) for name in stuck if shown[name].get("ActiveState") in LIVE}
+    killed = [name for name in running if name in stuck or shown[name].get("Result") == "timeout"]
     ended = [name for name in names if name not in left and (name in running or shown[name].get("ActiveState") == "failed")]
     if ended:
         run(["systemctl", "reset-failed", *ended])
-    return {"stopped": running, "killed": stuck, "left": left}
+    return {"stopped": running, "killed": killed, "left": left}
 
 
 def left_words(left):
@@ -160,6 +161,13 @@ def listeners():
         if port.isdigit():
             found.append({"address": address.strip("[]"), "port": int(port), "pid": int(pid) if pid.isdigit() else None})
     return found
+
+
+def holders_of(port, but=0):
+    """Which processes, other than the pid ``but``, listen on a TCP port, in words; empty when none does."""
+    pids = sorted({item["pid"] or 0 for item in listeners() if item["port"] == port and item["pid"] != but})
+    names = ["pid {} ({})".format(pid, (process(pid) or {}).get("exe") or "not known") if pid else "a process that is not shown" for pid in pids]
+    return "port {} is held by {}".format(port, ", ".join(names)) if names else ""
 
 
 def sha256_file(path):

@@ -14,12 +14,14 @@ import json
 import os
 import sys
 import time
+import urllib.parse
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
 
 LIVE = ("active", "activating", "reloading")
 # A unit that systemd has restarted this often since we started it will not come up by waiting.
 RESTARTS = 3
+JOURNAL = "see its journal on this rank"
 
 
 class ProductionError(Exception):
@@ -143,6 +145,11 @@ class Head:
             return sum(1 for slot in body if slot.get("is_processing"))
         return None
 
+    def squatters(self):
+        """Who else holds the port of production's API, in words; empty when nobody does."""
+        words = host.holders_of(urllib.parse.urlsplit(self.url).port, but=int(self.shown().get("MainPID") or 0))
+        return words and words + ": end that, then roll back"
+
     def start(self):
         host.run(["systemctl", "reset-failed", self.unit])
         rc, _out, err = host.run(["systemctl", "start", self.unit], timeout=120)
@@ -212,11 +219,11 @@ class Return:
             raise ProductionError("the window was taken again while production was on its way back")
         shown = self.head.shown()
         if shown.get("ActiveState") == "failed":
-            raise ProductionError(f"production's {self.head.unit} failed: see its journal on this rank")
+            raise ProductionError(f"production's {self.head.unit} failed: {self.head.squatters() or JOURNAL}")
         if shown.get("SubState") == "auto-restart" and int(shown.get("NRestarts") or 0) >= RESTARTS:
             raise ProductionError(
-                "production's {} ends as often as it is started (exit status {}): see its journal on this rank".format(
-                    self.head.unit, shown.get("ExecMainStatus")
+                "production's {} ends as often as it is started (exit status {}): {}".format(
+                    self.head.unit, shown.get("ExecMainStatus"), self.head.squatters() or JOURNAL
                 )
             )
         waited = host.seconds_active(shown)
