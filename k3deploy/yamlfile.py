@@ -175,7 +175,9 @@ class _TooLarge(Exception):
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most ``limit`` bytes; whatever else is there is an ``InputError``."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe would be waited for, and /dev/zero has no end
+        if path.exists() and not (
+            path.is_file() or path.is_dir()
+        ):  # a named pipe would be waited for, and /dev/zero has no end
             raise InputError([Problem(path, 0, "cannot be read: it is not a file")])
         if path.stat().st_size > limit:
             raise InputError(

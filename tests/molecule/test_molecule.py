@@ -22,7 +22,18 @@ pytestmark = pytest.mark.lab
 
 LAB = "k3mol"
 COLLECTION = ROOT / "collections" / "ansible_collections" / "k3" / "deploy"
-SCENARIOS = ("base", "build", "install", "guard", "worker", "head", "benchmark", "lab_production", "window", "preflight")
+SCENARIOS = (
+    "base",
+    "build",
+    "install",
+    "guard",
+    "worker",
+    "head",
+    "benchmark",
+    "lab_production",
+    "window",
+    "preflight",
+)
 READS_ONLY = {"preflight"}
 # The first one makes the lab, and llama.cpp where no compiler cache is there.
 TIMEOUT_S = 1800

@@ -409,7 +409,9 @@ def test_production_that_cannot_come_back_names_who_took_its_port(
     monkeypatch.setattr(host, "process", lambda pid: {"exe": f"/usr/bin/stranger{pid}"})
     back = window_of.Return("/nowhere", "p.service", "http://head:8080", 5)
     production.state, production.healthy = "failed", False
-    with pytest.raises(window_of.ProductionError, match=r"port 8080 is held by pid 77 \(/usr/bin/stranger77\): end that"):
+    with pytest.raises(
+        window_of.ProductionError, match=r"port 8080 is held by pid 77 \(/usr/bin/stranger77\): end that"
+    ):
         back.waiting()
     taken.clear()
     with pytest.raises(window_of.ProductionError, match="failed: see its journal"):

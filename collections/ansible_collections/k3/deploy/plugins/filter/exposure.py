@@ -21,7 +21,9 @@ def exposure_warnings(state, fabric_address, production):
             f"password: give its unit --host {fabric_address}, or close the port to all but the ranks"
         )
     elif other:
-        warnings.append(f"production's worker listens on {', '.join(other)} port {port}, not on the fabric address {fabric_address} alone: see its unit's --host")
+        warnings.append(
+            f"production's worker listens on {', '.join(other)} port {port}, not on the fabric address {fabric_address} alone: see its unit's --host"
+        )
     if fabric_address in state.get("default_route_addresses", []):
         warnings.append(
             f"the fabric address {fabric_address} is on the interface of the default route: whoever is routed to this rank reaches the RPC ports, "

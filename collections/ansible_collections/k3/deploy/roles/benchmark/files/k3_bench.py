@@ -456,7 +456,6 @@ class Activity:
                 return f"another request ran: slot 0 holds {now['held']} tokens, ours were {ours}"
         return ""
 
-
     def foreign_since(self, before, cost):
         """Return what shows that others asked since ``before``, given what all our own requests cost; "" if nothing does.
 
