@@ -91,7 +91,8 @@ def seconds_active(shown):
 def stop_units(patterns=CANDIDATE_UNITS, timeout=20, dry=False):
     """Stop what runs of the units that match; SIGKILL what does not listen to SIGTERM. The guard is left alone.
 
-    Returns ``{stopped: [names that ran], killed: [names, those that systemd itself had to kill among them], left: {name: pid that even SIGKILL does not end}}``. With ``dry``, stops nothing.
+    Returns ``{stopped: [names that ran], killed: [names, those that systemd itself had to kill among them], left: {name: pid that even
+    SIGKILL does not end}}``. With ``dry``, stops nothing.
     """
     names = [name for name in units_matching(patterns) if name not in GUARD_UNITS]
     shown = show_units(names)
