@@ -47,7 +47,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head and its workers, in the order of --rpc. ``starts``: whether it is to serve at all."""
+    """A head, its workers in the order of --rpc, and the requests that it gets. ``starts``: whether it is to serve."""
 
     slug: str
     workers: tuple[Worker, ...]
@@ -55,6 +55,8 @@ class Head:
     memlock_bytes: int = 64 * MIB
     environment: dict[str, str] = field(default_factory=dict)
     starts: bool = True
+    requests: int = 1
+    pause_s: float = 0.0  # before one more request
 
     @property
     def ring(self) -> tuple[int, int]:
@@ -135,7 +137,12 @@ MIXED = Head(
     starts=False,
 )
 # For what happens to a connection that works: requests, a pause, a killed worker, a dead link.
-ONE = Head("one", (Worker("one-worker", _fabric(1), "kept over requests and a pause, then broken", "RDMA"),))
+ONE = Head(
+    "one",
+    (Worker("one-worker", _fabric(1), "kept over requests and a pause, then broken", "RDMA"),),
+    requests=3,
+    pause_s=1.0,  # ten times as long as an end spins before it sleeps
+)
 
 HEADS = (MANY, TIGHT, OFF, DEEP, DEEPER, MIXED, ONE)
 

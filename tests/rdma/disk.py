@@ -93,9 +93,16 @@ ExecStart=/bin/mount -o ro /dev/vdb /srv
 [Install]
 WantedBy=multi-user.target
 UNIT
-# Its watchdog cannot tell an emulated processor on busy cores from a hanging program.
+# Candidates are bound to the rank's guard. Looking at memory several times a second takes this processor more than the
+# candidates do, and its watchdog cannot tell busy cores from a hanging guard: here it is a process that does nothing.
 mkdir -p /etc/systemd/system/k3-candidate-guard.service.d
-printf '[Service]\\nWatchdogSec=0\\n' > /etc/systemd/system/k3-candidate-guard.service.d/machine.conf
+cat > /etc/systemd/system/k3-candidate-guard.service.d/machine.conf <<'UNIT'
+[Service]
+Type=exec
+WatchdogSec=0
+ExecStart=
+ExecStart=/bin/sleep infinity
+UNIT
 systemctl enable machine-network.service ssh.service
 systemctl mask apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \\
   e2scrub_reap.service fstrim.timer getty.target systemd-firstboot.service systemd-logind.service \\

@@ -20,34 +20,39 @@ from k3deploy.lab.process import run
 _COLLECTIONS = Path(__file__).parents[2] / "collections"
 _MODULE_UTILS = "ansible_collections/k3/deploy/plugins/module_utils"
 _PLACE = "/run/k3rdma"
-# Token ids of the model's plain vocabulary; long enough for messages of more than a chunk between ranks.
-PROMPT = list(range(300, 396))
+# Token ids of the model's plain vocabulary. A token takes this processor up to a second.
+PROMPT = list(range(300, 308))
 
 Links = dict[str, Any]
 Proof = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A head that was started: readings before and after, and whether it serves."""
+class Seen:
+    """A head that was started, and served some requests if it could: readings, its words, and the proofs of both spans.
+
+    ``start`` is the proof from before the head's start until it serves, ``block`` the one over its requests.
+    """
 
     head: Head
     serves: bool
-    before: Links
-    after: Links
+    tokens: list[list[int]]
+    links: dict[str, Links]  # before, ready, after
     said: str  # the end of the head's log
-    proof: Proof
+    start: Proof
+    block: Proof
 
     def connection(self, slug: str) -> dict[str, Any]:
-        return next(item for item in self.proof["connections"] if item["worker"] == slug)
+        """What the proof of the start says of a worker's connection."""
+        return next(item for item in self.start["connections"] if item["worker"] == slug)
 
 
 class Fabric:
-    """Runs heads one after the other on one machine. A head that was started is not started again."""
+    """Runs heads one after the other on one machine, and each once."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._started: dict[str, Started] = {}
+        self._seen: dict[str, Seen] = {}
         self._running = ""
         self._send_programs()
 
@@ -72,29 +77,29 @@ class Fabric:
         url = f"http://{cases.HEAD_ADDRESS}:{cases.HEAD_PORT}"
         return {"head": head.slug, "address": cases.HEAD_ADDRESS, "url": url, "workers": workers}
 
-    def start(self, head: Head) -> Started:
-        """The head with its workers, running from here on, and the proof of its start."""
-        if head.slug != self._running:
+    def run(self, head: Head) -> Seen:
+        """The head with its workers, started unless that was done; it serves until another one is run."""
+        if head.slug not in self._seen:
             arm = self.describe(head)
             pinned = [worker for worker in head.workers if worker.pinned]
             links = self.call("read", **arm) if pinned else {}
             files = {worker.slug: environment("pinned", links[worker.slug]["resolved"]) for worker in pinned}
-            said = self.call("start", **arm, rdma_env=files)
+            asked = {"prompt": PROMPT, "predict": 3, "count": head.requests, "pause_s": head.pause_s}
+            said = self.call("start", **arm, **asked, rdma_env=files)
             assert "error" not in said, said["error"]
-            proof = self.prove(head, said["before"], said["after"])
-            self._started[head.slug] = Started(head, said["serves"], said["before"], said["after"], said["head"], proof)
+            links = said["links"]
+            start = self.prove(head, links["before"], links["ready"])
+            block = self.prove(head, links["ready"], links["after"])
+            self._seen[head.slug] = Seen(head, said["serves"], said["tokens"], links, said["head"], start, block)
             self._running = head.slug
-        return self._started[head.slug]
-
-    def request(self, head: Head, *, count: int = 1, predict: int = 4, pause_s: float = 0) -> tuple[list[Any], Links]:
-        """(tokens of each request, the readings after them)."""
-        arm = {**self.describe(head), "prompt": PROMPT, "predict": predict, "count": count, "pause_s": pause_s}
-        said = self.call("requests", **arm)
-        return said["tokens"], said["after"]
+        return self._seen[head.slug]
 
     def interrupt(self, head: Head, command: str, *, packets: int = 200, patience_s: float = 60) -> dict[str, Any]:
-        """Run ``command`` while a request is on its way."""
-        arm = {**self.describe(head), "prompt": PROMPT * 8, "predict": 64, "command": command, "packets": packets}
+        """Run ``command`` while a request is on its way; ends the head's life."""
+        if self._running != head.slug:
+            self._seen.pop(head.slug, None)
+            self.run(head)
+        arm = {**self.describe(head), "prompt": PROMPT * 64, "predict": 64, "command": command, "packets": packets}
         self._running = ""
         return self.call("breaks", **arm, patience_s=patience_s)
 

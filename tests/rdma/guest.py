@@ -30,8 +30,25 @@ def systemctl(*arguments):
     return subprocess.run(["systemctl", *arguments], capture_output=True, text=True, check=False)
 
 
-def active(unit):
-    return systemctl("is-active", unit).stdout.strip()
+def running(unit):
+    """What says whether a unit's process is still there, without a question to systemd each time."""
+    pid = systemctl("show", "--property=MainPID", "--value", unit).stdout.strip()
+    return lambda: pid != "0" and Path("/proc", pid).exists()
+
+
+def remember_gids():
+    """Read the tables of GIDs once for all calls: Soft-RoCE's have 1024 places each, seconds of this processor."""
+    kept = Path(__file__).with_name("gids.json")
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    read_table = rdma._gids
+
+    def once(port):
+        if port not in known:
+            known[port] = read_table(port)
+            kept.write_text(json.dumps(known))
+        return known[port]
+
+    rdma._gids = once
 
 
 @contextlib.contextmanager
@@ -59,14 +76,14 @@ def read(arm):
 
 
 def wait_for(ready, gave_up, patience=PATIENCE_S):
-    """Whether it became ready before it gave up or time was over."""
+    """Whether it became ready before it gave up or time was over. Asks seldom: to ask costs this processor a good deal."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if ready():
             return True
         if gave_up():
             return False
-        time.sleep(0.2)
+        time.sleep(1.0)
     return False
 
 
@@ -79,17 +96,18 @@ def healthy(url):
 
 
 def start(arm):
-    """Workers first, then the head. {before, after: readings by rank, serves}."""
+    """Workers first, then the head. Its requests after that. {links: {before, ready, after}, serves, tokens, head}."""
     systemctl("stop", "k3-candidate-head@*", "k3-candidate-worker@*")
     systemctl("reset-failed")
     for slug, text in arm["rdma_env"].items():
         (ROOT / slug / "rdma.env").write_text(text)
     units = [f"k3-candidate-worker@{slug}.service" for slug in arm["workers"]]
     started = systemctl("start", *units)
+    up = [running(unit) for unit in units]
     wanted = {worker["endpoint"] for worker in arm["workers"].values()}
     listening = wait_for(
         lambda: wanted <= {f"{item['address']}:{item['port']}" for item in host.listeners()},
-        lambda: any(active(unit) == "failed" for unit in units),
+        lambda: not all(one() for one in up),
     )
     if not listening:
         said = systemctl("status", "--no-pager", "--lines=5", *units, "k3-candidate-guard.service").stdout
@@ -97,8 +115,12 @@ def start(arm):
     before = read(arm)
     head = f"k3-candidate-head@{arm['head']}.service"
     systemctl("start", head)
-    serves = wait_for(lambda: healthy(arm["url"]), lambda: active(head) not in ("active", "activating"))
-    return {"before": before, "after": read(arm), "serves": serves, "head": host.tail(log(arm["head"], "head"), 2000)}
+    up = running(head)
+    serves = wait_for(lambda: healthy(arm["url"]), lambda: not up())
+    ready = read(arm)
+    tokens = ask(arm) if serves else []
+    links = {"before": before, "ready": ready, "after": read(arm) if serves else ready}
+    return {"links": links, "serves": serves, "tokens": tokens, "head": host.tail(log(arm["head"], "head"), 2000)}
 
 
 def complete(url, prompt, predict, timeout=PATIENCE_S):
@@ -116,13 +138,13 @@ def complete(url, prompt, predict, timeout=PATIENCE_S):
         return json.load(answer)["tokens"]
 
 
-def requests(arm):
-    """Some requests, a pause if there is one, and one more. {tokens, after}."""
+def ask(arm):
+    """The tokens of some requests, and after a pause, if there is one, of one more."""
     tokens = [complete(arm["url"], arm["prompt"], arm["predict"]) for _ in range(arm["count"])]
     if arm["pause_s"]:
         time.sleep(arm["pause_s"])
         tokens.append(complete(arm["url"], arm["prompt"], arm["predict"]))
-    return {"tokens": tokens, "after": read(arm)}
+    return tokens
 
 
 def breaks(arm):
@@ -137,11 +159,12 @@ def breaks(arm):
     )
     asking.stdin.write(json.dumps([arm["prompt"], arm["predict"]]))
     asking.stdin.close()
+    up = running(head)
     moved = _sent()
     wait_for(lambda: _sent() > moved + arm["packets"], lambda: asking.poll() is not None)
     midway = asking.poll() is None
     subprocess.run(["sh", "-c", arm["command"]], check=True)
-    wait_for(lambda: active(head) not in ("active", "activating"), lambda: False, patience=arm["patience_s"])
+    wait_for(lambda: not up(), lambda: False, patience=arm["patience_s"])
     asking.kill()
     ended = systemctl("show", "--property=Result,ExecMainStatus,ExecMainCode,ActiveState", head).stdout.split()
     return {"midway": midway, "ended": dict(line.split("=", 1) for line in ended), "after": read(arm)}
@@ -154,11 +177,12 @@ def _sent():
 
 def main():
     command = sys.argv[1]
+    remember_gids()
     given = json.load(sys.stdin)
     if command == "complete":
         complete(sys.argv[2], *given)
         return 0
-    answer = {"start": start, "read": read, "requests": requests, "breaks": breaks}[command](given)
+    answer = {"start": start, "read": read, "breaks": breaks}[command](given)
     json.dump(answer, sys.stdout)
     return 0
 
