@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from k3deploy.facts import Facts
-from k3deploy.judge import DELTA, NOT_INFERIOR, ArmVerdict
+from k3deploy.judge import NOT_INFERIOR, ArmVerdict
 from k3deploy.report import words
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ _WIDTH = 4.8  # inches: about the width of a phone, so that text keeps its size 
 _LINE = 0.3
 
 
-def ratio_chart(arm: ArmVerdict) -> str:
-    """The ratio of every judged cell with its interval, against the lines that gates ask for; "" if there is none."""
+def ratio_chart(arm: ArmVerdict, delta: float) -> str:
+    """The ratio of every judged cell with its interval, against the lines that gates ask for; "" if there is none.
+
+    delta: the gain, as a share, that the verdict asked for.
+    """
     found = [c for gate in arm.gates for c in gate.comparisons if c.ratio is not None]
     rows = [c for c in found if c.metric == "speed" or c.state == "cached"]
     if not rows:
@@ -50,12 +53,12 @@ def ratio_chart(arm: ArmVerdict) -> str:
             range(len(rows)), [f"{c.cell} {c.state}  {words.percent(c.ratio)}" for c in reversed(rows)], color=_INK
         )
         axes.axvline(0, color=_FAINT, linewidth=1)
-        axes.axvline(DELTA * 100, color=_GOOD, linewidth=1, linestyle="--")
+        axes.axvline(delta * 100, color=_GOOD, linewidth=1, linestyle="--")
         axes.axvline((NOT_INFERIOR - 1) * 100, color=_BAD, linewidth=1, linestyle="--")
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.margins(x=0.08)
         low, high = axes.get_xlim()
-        axes.set_xlim(min(low, -3), max(high, 4))
+        axes.set_xlim(min(low, -3), max(high, delta * 100 + 2))
         axes.set_xlabel("better than the baseline, %", color=_INK)
         return _svg(figure, f"ratios-{re.sub(r'[^A-Za-z0-9]', '-', arm.slug)}")
 

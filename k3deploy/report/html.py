@@ -42,7 +42,7 @@ def render_html(run_dir: Path, plan: Mapping[str, Any], facts: Facts, verdict: V
     return template.render(
         v=make_view(run_dir, plan, facts, verdict),
         verdict=verdict,
-        ratio_charts={arm.slug: Markup(charts.ratio_chart(arm)) for arm in verdict.arms},
+        ratio_charts={arm.slug: Markup(charts.ratio_chart(arm, verdict.delta)) for arm in verdict.arms},
         block_chart=Markup(charts.block_chart(facts, _judged_cells(verdict))),
         memory_chart=Markup(
             charts.memory_chart(

@@ -82,7 +82,7 @@ def profile_rows(facts: Facts) -> list[ProfileRow]:
             time.rank,
             words.quantity(time.forward_ms, "ms"),
             words.quantity(time.rpc_ms, "ms"),
-            words.MISSING if time.idle_share is None else f"{time.idle_share * 100:.0f} %",
+            words.share(time.idle_share),
         )
         for arm in arms
         for time in rank_times(facts.of(arm))

@@ -117,20 +117,23 @@ def render_markdown(plan: Mapping[str, Any], facts: Facts, verdict: Verdict, run
                 words.metric(found),
                 arm.arm,
                 *_cells(found)[1:],
+                words.bootstrap(found),
                 f"{found.baseline_samples} + {found.arm_samples}",
             ]
             for arm in verdict.arms
             for found in arm.cells
             if found.state == state
         ]
-        lines += _table(["cell", "measure", "arm", "baseline", "arm", "better by", "95 % interval", "samples"], rows)
+        lines += _table(
+            ["cell", "measure", "arm", "baseline", "arm", "better by", "95 % interval", "bootstrap", "samples"], rows
+        )
     lines += ["", "## Blocks in the order of time", ""]
     lines += _table(
-        ["block", "pair", "arm", "started", "load", "samples", "graphs reused", "pipelined", "problem"],
         [
-            [str(b.index), str(b.pair), b.arm, b.started, b.load, b.samples, b.graphs_reused, b.pipeline, b.problem]
-            for b in view.blocks
+            *("block", "pair", "arm", "started", "load", "model in page cache before", "samples", "graphs reused"),
+            *("pipelined", "problem"),
         ],
+        [list(map(str, asdict(b).values())) for b in view.blocks],
     )
     lines += _section_lines(plan, facts)
     lines += ["", "## Findings", ""]
@@ -177,14 +180,17 @@ def _section_lines(plan: Mapping[str, Any], facts: Facts) -> list[str]:
 
 def _arm_lines(arm: ArmVerdict, view: View) -> list[str]:
     lines = ["", f"## {_escape(arm.arm)}: {arm.outcome}", "", *(f"- {_escape(reason)}" for reason in arm.reasons)]
-    lines += ["", "### Gates", ""]
+    looks = words.looks(view.verdict.looks, arm.alpha, arm.pairs)
+    lines += ["", "### Gates", "", f"{looks}.", ""]
     rows: list[list[str]] = []
     for gate in arm.gates:
         head = [gate.name, words.GATE_WORDS[gate.outcome], words.requirement(gate)]
         if not gate.comparisons:
-            rows.append([*head, gate.reason, "", "", "", ""])
-        rows += [[*head, *_cells(found)] for found in gate.comparisons]
-    lines += _table(["gate", "result", "requires", "what", "baseline", "arm", "better by", "95 % interval"], rows)
+            rows.append([*head, gate.reason, "", "", "", "", ""])
+        rows += [[*head, *_cells(found), words.bootstrap(found)] for found in gate.comparisons]
+    lines += _table(
+        ["gate", "result", "requires", "what", "baseline", "arm", "better by", "95 % interval", "bootstrap"], rows
+    )
     problems = [f"{check.name}: {problem}" for check in arm.checks for problem in check.problems]
     if problems:
         lines += ["", "### Validity checks that failed", "", *(f"- {_escape(problem)}" for problem in problems)]

@@ -23,6 +23,7 @@ class BlockRow:
     arm: str
     started: str
     load: str
+    page_cache: str
     samples: str
     graphs_reused: str
     pipeline: str
@@ -139,6 +140,7 @@ def _block_row(block: Block) -> BlockRow:
         arm=block.arm,
         started=block.started,
         load=words.MISSING if block.load_seconds is None else f"{block.load_seconds:.1f} s",
+        page_cache=words.share(block.page_cached),
         samples=f"{valid} of {len(samples)} valid",
         graphs_reused=words.plain(observed.graphs_reused),
         pipeline=pipeline,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from k3deploy import stats
 from k3deploy.judge import Comparison, GateResult
 from k3deploy.judge.verdict import RankMemory
 
@@ -64,6 +66,32 @@ def interval(found: Comparison) -> str:
     if found.low is None or found.high is None:
         return "unknown: one pair"
     return f"{percent(found.low)} to {percent(found.high)}"
+
+
+def bootstrap(found: Comparison) -> str:
+    """The bootstrap's interval, which decides nothing; a dash where three pairs are not there."""
+    if found.bootstrap_low is None or found.bootstrap_high is None:
+        return MISSING
+    return f"{percent(found.bootstrap_low)} to {percent(found.bootstrap_high)}"
+
+
+def share(value: float | None) -> str:
+    """``87 %`` for 0.87."""
+    return MISSING if value is None else f"{value * 100:.0f} %"
+
+
+def looks(planned: Sequence[int], alpha: float, pairs: int) -> str:
+    """After how many pairs an ACCEPT may be spoken, and what chance of a wrong one is spent by then in all.
+
+    alpha: the arm's own share where several arms divide it. pairs: how many are measured.
+    """
+    planned = planned or [pairs]  # a plan without looks is looked at once: at its end
+    if planned[-1] < stats.MIN_PAIRS:
+        return f"No ACCEPT can be spoken: it takes {stats.MIN_PAIRS} pairs, and {planned[-1]} were planned"
+    steps = [f"{look} pairs ({stats.spent(look / planned[-1], alpha) * 100:.2f} %)" for look in planned]
+    done = sum(look <= pairs for look in planned)
+    spend = f"ACCEPT may be spoken after {', '.join(steps)}, in brackets the chance of a wrong one spent by then"
+    return f"{spend}; {done} of {len(planned)} looks reached with {pairs} pairs"
 
 
 def metric(found: Comparison) -> str:

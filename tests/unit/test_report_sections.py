@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from test_judge import ARM, BASELINE, facts_of, plan_of
 from k3deploy.facts import Facts
 from k3deploy.judge import judge
 from k3deploy.judge.profile import balanced_split
-from k3deploy.report import charts, sections
+from k3deploy.report import charts, sections, words
 from k3deploy.report.html import render_html
 from k3deploy.report.text import render_markdown
+from k3deploy.report.view import make_view
 
 PLAN = plan_of()
 
@@ -42,8 +45,6 @@ def remembered(block: dict[str, Any]) -> None:
 
 
 def page(facts: Facts) -> str:
-    from pathlib import Path
-
     return render_html(Path("run"), PLAN, facts, judge(PLAN, facts))
 
 
@@ -105,3 +106,57 @@ def test_each_connection_is_listed_once_with_what_carried_it(result: str) -> Non
     (row,) = sections.transport_rows(facts_with(carried, pairs=2))
     assert (row.worker, row.result) == ("rank1", result)
     assert row.blocks == "0, 1, 2, 3"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "looks", "said"),
+    [
+        (1, [], "No ACCEPT can be spoken: it takes 5 pairs, and 1 were planned"),
+        (8, [6, 8], "ACCEPT may be spoken after 6 pairs (2.36 %), 8 pairs (5.00 %)"),
+    ],
+)
+def test_looks_and_what_each_may_spend_are_told_for_the_arm(pairs: int, looks: list[int], said: str) -> None:
+    facts = Facts.model_validate(facts_of(pairs))
+    plan = plan_of(rule={"looks": looks})
+    verdict = judge(plan, facts)
+    assert said in render_html(Path("run"), plan, facts, verdict)
+    assert said in render_markdown(plan, facts, verdict)
+
+
+def test_an_arm_that_shares_the_chance_of_a_wrong_accept_is_told_its_own_share() -> None:
+    assert "8 pairs (2.50 %)" in words.looks([6, 8], 0.025, 6)
+    assert "1 of 2 looks reached" in words.looks([6, 8], 0.025, 6)
+
+
+def test_the_bootstraps_interval_stands_beside_the_one_that_decides() -> None:
+    facts = Facts.model_validate(facts_of(8))
+    plan = plan_of()
+    verdict = judge(plan, facts)
+    found = next(c for gate in verdict.arms[0].gates for c in gate.comparisons if c.bootstrap_low is not None)
+    assert words.bootstrap(found) != words.interval(found)
+    row = f"{words.interval(found)} | {words.bootstrap(found)}"
+    assert row in render_markdown(plan, facts, verdict)
+    shown = re.sub(r"</td><td[^>]*>", " | ", render_html(Path("run"), plan, facts, verdict))
+    assert row in shown
+
+
+def test_the_line_that_must_be_cleared_is_the_runs_own() -> None:
+    facts = Facts.model_validate(facts_of(8))
+    verdict = judge(plan_of(), facts)
+    drawn = [charts.ratio_chart(verdict.arms[0], delta) for delta in (0.02, 0.3)]
+    assert drawn[0] != drawn[1]
+    asked = verdict.model_copy(update={"delta": 0.3})
+    assert "“faster” (+30.0 %)" in render_html(Path("run"), PLAN, facts, asked)
+
+
+def test_each_block_says_how_much_of_the_model_was_in_the_page_cache() -> None:
+    def read(block: dict[str, Any]) -> None:
+        cache = {"bytes": 1000, "resident_bytes": 250 if block["arm"] == ARM else 1000}
+        block["ranks"]["rank0"]["health"] = {"before": {"page_cache": cache}}
+
+    facts = facts_with(read)
+    assert {row.arm: row.page_cache for row in make_view(Path("run"), PLAN, facts, judge(PLAN, facts)).blocks} == {
+        BASELINE: "100 %",
+        ARM: "25 %",
+    }
+    assert "25 %" in page(facts) and "25 %" in render_markdown(PLAN, facts, judge(PLAN, facts))
