@@ -202,7 +202,7 @@ class Parity(_Data):
     """How closely the arms' outputs are compared.
 
     suites: folder on the controller with short.jsonl, natural.jsonl and long-prefix.jsonl. every: the exact-output test
-    looks at every n-th of its 256 positions, each a prompt of its own. n_probs: likeliest tokens compared at a position.
+    looks at every n-th of its 256 positions, each a prompt of its own. n_probs: likeliest tokens compared there.
     n_predict: tokens of a suite's greedy continuations.
     """
 

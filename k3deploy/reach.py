@@ -53,7 +53,8 @@ def _host_key(said: str, host: str) -> str:
         known = f" -f {shlex.quote(place[1])}" if place else ""
         return (
             f"the host key of {name} is not the one that is pinned for it: refused, and nothing was sent to it. "
-            f"Another machine may answer there; if it was installed anew, {look}, then forget the old key: ssh-keygen -R {name}{known}"
+            f"Another machine may answer there; if it was installed anew, {look}, then forget the old key: "
+            f"ssh-keygen -R {name}{known}"
         )
     return f"no host key is pinned for {name}: refused. Connect once by hand (ssh {name}) and {look}"
 
