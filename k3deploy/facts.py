@@ -262,6 +262,8 @@ class Observations(_Record):
     flashkda_fallback: int | None = None
     kda_blocked_active: int | None = None
     kda_blocked_fallback: int | None = None
+    kda_chunked_active: int | None = None
+    kda_chunked_fallback: int | None = None
     iq1s_grouped_active: int | None = None
     iq1s_grouped_fallback: int | None = None
     rank_forward_ms: dict[str, float] = Field(default_factory=dict)
@@ -594,6 +596,8 @@ _COUNTS = {
     "flashkda_fallback",
     "kda_blocked_active",
     "kda_blocked_fallback",
+    "kda_chunked_active",
+    "kda_chunked_fallback",
     "iq1s_grouped_active",
     "iq1s_grouped_fallback",
 }
@@ -626,6 +630,7 @@ _RPC_ERROR = re.compile(
 _TOLD_TO_STOP = re.compile(r"cleaning up before exit|Received (?:second )?interrupt")
 _FLASHKDA = re.compile(r"K3_FLASHKDA_(ACTIVE|FALLBACK)")
 _KDA_BLOCKED = re.compile(r"K3_KDA_BLOCKED_(ACTIVE|FALLBACK)")
+_KDA_CHUNKED = re.compile(r"K3_KDA_CHUNKED_(ACTIVE|FALLBACK)")
 _IQ1S_GROUPED = re.compile(r"K3_IQ1S_GROUPED_(ACTIVE|FALLBACK)")
 _RPC_TIMING = re.compile(
     r"K3_RPC_TIMING .*end_us=(\d{1,18}) prepare_us=(\d{1,15}) compute_us=(\d{1,15})"
@@ -763,12 +768,15 @@ def _while_serving(text: str) -> str:
 def _markers(text: str) -> dict[str, int]:
     found = _FLASHKDA.findall(text)
     blocked = _KDA_BLOCKED.findall(text)
+    chunked = _KDA_CHUNKED.findall(text)
     grouped = _IQ1S_GROUPED.findall(text)
     return {
         "flashkda_active": found.count("ACTIVE"),
         "flashkda_fallback": found.count("FALLBACK"),
         "kda_blocked_active": blocked.count("ACTIVE"),
         "kda_blocked_fallback": blocked.count("FALLBACK"),
+        "kda_chunked_active": chunked.count("ACTIVE"),
+        "kda_chunked_fallback": chunked.count("FALLBACK"),
         "iq1s_grouped_active": grouped.count("ACTIVE"),
         "iq1s_grouped_fallback": grouped.count("FALLBACK"),
     }

@@ -208,11 +208,13 @@ def test_bridge_markers_are_counted_per_worker_log() -> None:
     assert (observed.flashkda_active, observed.flashkda_fallback) == (2, 1)
 
 
-def test_the_kda_kernels_markers_are_counted_and_their_absence_is_zero() -> None:
-    text = 'K3_KDA_BLOCKED_FALLBACK reason="state history" size=128\nK3_KDA_BLOCKED_ACTIVE columns=4 heads=96 seqs=1\n'
+@pytest.mark.parametrize("kernel", ["blocked", "chunked"])
+def test_the_kda_kernels_markers_are_counted_and_their_absence_is_zero(kernel: str) -> None:
+    marker = f"K3_KDA_{kernel.upper()}"
+    text = f'{marker}_FALLBACK reason="state history" size=128\n{marker}_ACTIVE heads=96 tokens=2048 seqs=1\n'
     observed = parse_worker_log(text)
-    assert (observed.kda_blocked_active, observed.kda_blocked_fallback) == (1, 1)
-    assert parse_worker_log("transport : TCP").kda_blocked_active == 0
+    assert (getattr(observed, f"kda_{kernel}_active"), getattr(observed, f"kda_{kernel}_fallback")) == (1, 1)
+    assert getattr(parse_worker_log("transport : TCP"), f"kda_{kernel}_active") == 0
 
 
 def test_the_grouped_products_markers_are_counted() -> None:

@@ -380,6 +380,7 @@ extern "C" const char * cublasGetStatusString(cublasStatus_t);
 @pytest.mark.parametrize(
     ("name", "source", "variants", "spilled"),
     [
+        ("u1-chunked-kda", "k3-kda-chunked.cu", 1, 0),
         ("u11-kda-blocked", "k3-kda-blocked.cu", 2, 0),
         # four variants of the product, two of what prepares it; the widest tile keeps some addresses in local memory
         ("u12-iq1s-grouped", "k3-iq1s-grouped.cu", 6, 400),

@@ -315,15 +315,22 @@ def test_a_row_with_its_own_build_in_the_inventory_uses_that_one() -> None:
     assert found.builds[found.arms[1].build_key]["patch_sets"] == []
 
 
-def test_a_row_that_changes_cuda_kernels_needs_a_build_for_cuda() -> None:
-    with pytest.raises(PlanError, match=r"candidate-U11 needs CUDA: patch set u11-kda-blocked") as caught:
-        plan("U11")
+@pytest.mark.parametrize(
+    ("row", "patch_set", "switch"),
+    [
+        ("U1", "u1-chunked-kda", "GGML_CUDA_K3_KDA_CHUNKED"),
+        ("U11", "u11-kda-blocked", "GGML_CUDA_K3_KDA_BLOCKED"),
+    ],
+)
+def test_a_row_that_changes_cuda_kernels_needs_a_build_for_cuda(row: str, patch_set: str, switch: str) -> None:
+    with pytest.raises(PlanError, match=rf"candidate-{row} needs CUDA: patch set {patch_set}") as caught:
+        plan(row)
     assert "backend: cuda" in caught.value.remedy
-    baseline, arm = plan("U11", cluster(cpu=False)).arms
-    assert arm.build == "u11" and arm.build_key != baseline.build_key
+    baseline, arm = plan(row, cluster(cpu=False)).arms
+    assert arm.build == row.lower() and arm.build_key != baseline.build_key
     for processes in arm.processes.values():
         for process in filter(None, (processes.worker, processes.head)):
-            assert process.environment["GGML_CUDA_K3_KDA_BLOCKED"] == "1"
+            assert process.environment[switch] == "1"
 
 
 def test_a_prebuilt_baseline_cannot_be_patched() -> None:
@@ -333,7 +340,7 @@ def test_a_prebuilt_baseline_cannot_be_patched() -> None:
     assert "k3_builds.u8" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("row", "build"), [("U1", "u1"), ("U10", "u10")])
+@pytest.mark.parametrize(("row", "build"), [("U10", "u10")])
 def test_a_row_whose_build_is_missing_says_how_to_name_one(row: str, build: str) -> None:
     with pytest.raises(PlanError, match=f"candidate-{row} needs") as caught:
         plan(row)
