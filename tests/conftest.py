@@ -12,6 +12,14 @@ from pathlib import Path
 
 import pytest
 from controllerkit import Applied, Controller, one_inventory
+from faultkit import Fault, Rig, fault_of
+from faulttable import (  # noqa: F401 (pytest finds its hooks here)
+    case,
+    pytest_addoption,
+    pytest_collection_finish,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from labkit import one_compiler
 from xdist.scheduler import LoadScopeScheduling
 
@@ -99,3 +107,25 @@ def applied(controller: Controller) -> Callable[[str], Applied]:
         return done[row]
 
     return apply
+
+
+@pytest.fixture(scope="session")
+def rig(controller: Controller) -> Rig:
+    """Somebody with a cheap row and short limits, for faults."""
+    return Rig.of(controller)
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest, rig: Rig) -> Iterator[Fault]:
+    """The case that the test's mark names; production is brought back for the next one when it fails."""
+    found = case(request.node)
+    assert found is not None, "a test of a fault has the mark fault(name, where)"
+    with fault_of(rig, *found, request.node.user_properties) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def installed(rig: Rig) -> Rig:
+    """The cheap row's arms on the ranks."""
+    rig.install()
+    return rig

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -84,14 +84,22 @@ class Controller:
         )
 
     @contextmanager
-    def ongoing(self, *arguments: str) -> Iterator[Ongoing]:
-        """A command line that the caller interrupts or waits for; it does not outlive the block."""
+    def ongoing(
+        self,
+        *arguments: str,
+        program: Sequence[str] = (str(BIN / "k3deploy"),),
+        settings: Mapping[str, str] | None = None,
+    ) -> Iterator[Ongoing]:
+        """A command line that the caller interrupts or waits for; it does not outlive the block.
+
+        settings: variables of its environment beside the usual ones.
+        """
         words = self.place / f"words-{time.monotonic_ns()}.txt"
         with words.open("w") as sink:
             process = subprocess.Popen(
-                [str(BIN / "k3deploy"), *arguments],
+                [*program, *arguments],
                 cwd=ROOT,
-                env=self.environment,
+                env={**self.environment, **(settings or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ description:
   - With O(state=query), says which files of a build the rank lacks or holds with another hash.
   - With O(state=present), assembles C(releases/<build-id>) from files that the rank has already (by hash, from any release) and from O(archive),
     verifies every hash, and renames the directory into place. Nothing is visible under the final name before it is whole.
+  - With both, fails where a program in C(bin/) cannot run on this rank, because it is for another processor or lacks a library.
 options:
   state:
     description: What is wanted.
@@ -51,7 +52,9 @@ missing:
 
 import json
 import os
+import re
 import shutil
+import sys
 import tarfile
 import tempfile
 
@@ -88,6 +91,28 @@ def intact(folder, files):
     )
 
 
+def machine(path):
+    """The processor that an ELF file is for, by its number; None for anything else."""
+    with open(path, "rb") as raw:
+        head = raw.read(20)
+    return int.from_bytes(head[18:20], "little") if head[:4] == b"\x7fELF" else None
+
+
+def unfit(folder, files):
+    """Why programs of a release cannot run on this rank: sentences. Better said now than in a window, with production down."""
+    problems, own = [], machine(sys.executable)
+    for relative in sorted(name for name in files if name.startswith("bin/")):
+        path = os.path.join(folder, relative)
+        made_for = machine(path)
+        if made_for not in (None, own):
+            problems.append(f"{relative} is for another processor (ELF machine {made_for}, this rank's is {own})")
+        elif made_for is not None:
+            _rc, out, _err = host.run(["ldd", path], environment={"LD_LIBRARY_PATH": os.path.join(folder, "lib")})
+            lost = sorted(set(re.findall(r"^\s*(\S+) => not found", out, re.MULTILINE)))
+            problems += ["{} needs {}, which this rank does not have".format(relative, ", ".join(lost))] if lost else []
+    return problems
+
+
 def assemble(module, folder, files, have):
     """Fill a fresh directory: links to files the rank has, the rest from the archive."""
     for relative, item in files.items():
@@ -111,6 +136,9 @@ def assemble(module, folder, files, have):
         if digest != item["sha256"]:
             raise OSError("{}: {} after the transfer, its manifest says {}".format(relative, digest, item["sha256"]))
         os.chmod(target, int(item.get("mode", "0644"), 8))
+    problems = unfit(folder, files)
+    if problems:
+        raise OSError("; ".join(problems))
 
 
 def install(module, releases, manifest, have):
@@ -155,6 +183,9 @@ def main():
     releases = os.path.join(module.params["root"], "releases")
     final = os.path.join(releases, build_id)
     if os.path.isdir(final) and intact(final, files):
+        problems = unfit(final, files)
+        if problems:
+            module.fail_json(msg="release {} cannot run: {}".format(build_id, "; ".join(problems)))
         module.exit_json(changed=False, missing=[], present=True)
     have = held(releases, {item["sha256"] for item in files.values()})
     missing = sorted(name for name, item in files.items() if item["sha256"] not in have)

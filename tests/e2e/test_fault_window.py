@@ -1,0 +1,172 @@
+"""Faults while a window is open: its end, ranks that reboot or cannot be reached, rivals, clocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from faultkit import RANKS, Fault
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("installed")]
+
+RACERS = 20
+RACE = """\
+- hosts: racers
+  gather_facts: false
+  become: true
+  any_errors_fatal: false
+  tasks:
+    - name: Take the window
+      k3.deploy.window:
+        state: held
+        run_id: "{{ inventory_hostname }}"
+        owner: "{{ inventory_hostname }}"
+        ranks: {}
+        head_unit: "{{ k3_production.head_unit }}"
+        head_url: "{{ k3_production.head_url }}"
+"""
+
+
+@pytest.mark.fault("the window's end is reached with the controller dead", "prefill")
+def test_deadline_with_nobody_there(fault: Fault) -> None:
+    rig = fault.rig
+    with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
+        going.until_measuring("pp256")
+        moved = rig.controller.k3deploy("window", "extend", "--deadline", "3s")
+        assert moved.returncode == 0, moved.stderr
+        going.kill()
+    rig.until("rank0", "test ! -e /opt/k3deploy/state/guard.json")
+    ended, last = rig.state("guard-deadline"), rig.state("window-last")
+    assert last["run_id"] == ended["run_id"] == going.run.name
+    said = (
+        f"rank0 stopped {', '.join(ended['stopped'])}; production's proof: as_recorded {last['proof']['as_recorded']}"
+    )
+    fault.holds("killed", said, "k3-candidate-head@F1.service", "as_recorded True")
+
+
+@pytest.mark.fault("a rank reboots", "prefill")
+def test_rank_reboots(fault: Fault) -> None:
+    rig = fault.rig
+    with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
+        going.until_measuring("pp256")
+        rig.controller.reboot("rank2")
+        going.wait()
+    assert going.code in (1, 21), going.said
+    code, words = rig.rollback()
+    assert code == 0, words
+    fault.holds(going.code, going.said, "k3-candidate-bench: ", rebooted="rank2")
+
+
+@pytest.mark.parametrize(
+    ("playbook", "task", "code", "words"),
+    [
+        pytest.param(
+            "preflight", "", 4, "answers neither ping nor ssh",
+            marks=pytest.mark.fault("a rank cannot be reached", "preflight"), id="preflight",
+        ),
+        pytest.param(
+            "install", "Make the candidate directories", 1, "rank3",
+            marks=pytest.mark.fault("a rank cannot be reached", "install"), id="install",
+        ),
+        pytest.param(
+            "measure", "arm each rank's guard", 21, "rank3 was not reached",
+            marks=pytest.mark.fault("a rank cannot be reached", "window"), id="window",
+        ),
+        pytest.param(
+            "measure", "measuring", 21, "rank3 was not reached",
+            marks=pytest.mark.fault("a rank cannot be reached", "prefill"), id="prefill",
+        ),
+        pytest.param(
+            "measure", "Close | stop the candidate", 21, "rank3 was not reached",
+            marks=pytest.mark.fault("a rank cannot be reached", "close"), id="close",
+        ),
+    ],
+)  # fmt: skip
+def test_unreachable_rank(fault: Fault, playbook: str, task: str, code: int, words: str) -> None:
+    rig = fault.rig
+    manifests = {"install_manifests": rig.manifests()} if playbook == "install" else rig.one_block("pp256", 900, 1, 40)
+    with rig.applying(playbook, extra=manifests) as going:
+        if task == "measuring":
+            going.until_measuring("pp256")
+        elif task:
+            going.until_task(task)
+        with rig.cut_off("rank3"):
+            going.wait()
+    assert going.code == code, going.said
+    again = ""
+    if code == 21:
+        done, said = rig.rollback()
+        assert done == 0, said
+        again = ", then 0"
+    fault.holds(f"{code}{again}", going.said, words)
+
+
+@pytest.mark.fault(f"{RACERS} operators at once", "window")
+def test_many_operators_at_once(fault: Fault) -> None:
+    rig = fault.rig
+    head = rig.controller.lab.config.ranks[0].address
+    racers = {f"racer{number:02d}": {"ansible_host": head} for number in range(RACERS)}
+    place = rig.controller.place / "race"
+    place.mkdir()
+    (place / "racers.yml").write_text(yaml.safe_dump({"all": {"children": {"racers": {"hosts": racers}}}}))
+    (place / "race.yml").write_text(RACE)
+    layers = ["-i", str(rig.controller.inventory), "-i", str(place / "racers.yml"), "--forks", str(RACERS)]
+    done = rig.controller.ansible("ansible-playbook", *layers, str(place / "race.yml"))
+    window = rig.state("window")
+    won = done.stdout.count("changed: [racer")
+    refused = done.stdout.count(f"LOCKED: the maintenance window is held by {window['owner']}")
+    code, words = rig.rollback()
+    assert code == 0, words
+    said = f"{won} won, {refused} were told: the maintenance window is held by {window['owner']}"
+    fault.holds("1 holds it", said, f"1 won, {RACERS - 1} were told")
+
+
+# The ranks of the lab share one machine's clock: what a rank whose clock was set would have in its file is put there.
+CLOCK = """\
+python3 - <<'END'
+import json, os
+path = "/opt/k3deploy/state/guard.json"
+armed = json.load(open(path))
+armed["deadline"] -= {seconds}
+with open(path + ".set", "w") as sink:
+    json.dump(armed, sink)
+os.replace(path + ".set", path)
+END
+sleep 3
+journalctl -u k3-candidate-guard --output cat -n 1
+systemctl is-active k3-candidate-guard
+ls /opt/k3deploy/state/guard-deadline.json 2>/dev/null || true
+"""
+
+
+@pytest.mark.fault("the clock of one rank is set an hour ahead or back after its guard was armed", "window")
+def test_clock_off_by_an_hour(fault: Fault) -> None:
+    rig = fault.rig
+    rig.controller.everywhere("rm -f /opt/k3deploy/state/guard-deadline.json")
+    opened = rig.controller.k3deploy("window", "open", "--yes", "--deadline", "10m")
+    assert opened.returncode == 0, opened.stderr
+    clocks = {"rank1": 3600, "rank2": -3600}
+    said = {rank: rig.controller.on(rank, CLOCK.format(seconds=seconds)) for rank, seconds in clocks.items()}
+    code, words = rig.rollback()
+    assert code == 0, words
+    for text in said.values():
+        left, active, *ended = text.splitlines()
+        assert 400 < float(left.split(", ")[1].split(" s left")[0]) <= 600, text
+        assert (active, ended) == ("active", [])
+    fault.holds(0, json.dumps(said), "s left", "active")
+
+
+@pytest.mark.fault("the inventory lost a rank after the apply", "rollback")
+def test_inventory_that_lost_a_rank(fault: Fault) -> None:
+    rig = fault.rig
+    with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
+        going.until_measuring("pp256")
+        going.kill()
+    done = rig.controller.without("rank3").k3deploy("rollback")
+    assert done.returncode == 21, done.stderr
+    left = rig.controller.candidate()
+    assert "k3-candidate-worker@F1.service" in left["rank3"] and not any(left[rank] for rank in RANKS[:3]), left
+    code, words = rig.rollback()
+    assert code == 0, words
+    fault.holds("21, then 0", done.stderr, "rank3 (", "took part in the window and is not in this inventory")
