@@ -156,6 +156,9 @@ class Settings(BaseModel):
     rdma_ring: RdmaRingText | None = Field(
         default=None, description="KiB of an RDMA message x receive buffers of a connection, compiled in: 1024x63"
     )
+    rpc_profile: Literal["proxy"] | None = Field(
+        default=None, description="proxy: a proxy beside each worker times its graphs; TCP only"
+    )
     memlock_mib: Positive | None = Field(default=None, description="pinned memory allowed for one RPC connection")
     graph_ladder: GraphLadder | None = None
     pretokenized: bool | None = Field(default=None, description="prompts are sent as exact token ids")
@@ -179,6 +182,7 @@ NOT_FLAGS = frozenset(
         "worker_cpu_affinity",
         "rdma",
         "rdma_ring",
+        "rpc_profile",
         "memlock_mib",
         "graph_ladder",
         "pretokenized",

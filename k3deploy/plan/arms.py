@@ -14,7 +14,15 @@ from k3deploy.plan.checks import cpu_notes, match_kv_types, refuse_impossible
 from k3deploy.plan.forecast import forecast, memory_difference
 from k3deploy.plan.model import Difference, PlanError, PlannedArm
 from k3deploy.plan.processes import memlock_bytes, rank_processes
-from k3deploy.plan.transport import arm_transport, offer, refuse_without_rdma, ring_of, too_large, with_ring
+from k3deploy.plan.transport import (
+    arm_transport,
+    offer,
+    refuse_proxy,
+    refuse_without_rdma,
+    ring_of,
+    too_large,
+    with_ring,
+)
 from k3deploy.settings import merge, render
 
 if TYPE_CHECKING:
@@ -77,6 +85,7 @@ class ArmPlanner:
         notes += match_kv_types(settings, spec, self.facts)
         refuse_impossible(name, self.cluster, settings, spec)
         refuse_without_rdma(name, self.cluster, settings)
+        refuse_proxy(name, self.cluster, settings)
         notes += cpu_notes(self.cluster.head, settings)
         ladder = settings.get("graph_ladder") or {}
         guards = self.candidate.guards

@@ -24,13 +24,17 @@ class _Data(BaseModel):
 
 
 class Process(_Data):
-    """One process of one arm on one rank. ``argv[0]`` is relative to the arm's release."""
+    """One process of one arm on one rank. ``argv[0]`` is relative to the arm's release.
+
+    listen: where others reach it. server: where it listens itself, while a timing proxy of its unit holds ``listen``.
+    """
 
     argv: list[str]
     environment: dict[str, str]
     cpu_affinity: str = ""
     memlock_bytes: int
     listen: str | None = None
+    server: str | None = None
     url: str | None = None
 
 

@@ -12,6 +12,8 @@ from k3deploy.settings import flags
 
 PARITY_DIRECTORY = "work/parity"  # below the cluster's root, on the head; where the parity test saves states
 
+LOOPBACK = "127.0.0.1"  # where a worker listens behind the timing proxy of its unit
+
 # Queues of a connection are pinned beside its ring on adapters that keep them in the process' memory: two completion
 # queues, a queue pair and doorbells, in pages of up to 64 KiB.
 QUEUE_BYTES = 512 * 1024
@@ -29,8 +31,9 @@ def rank_processes(
 
 def _worker(rank: Rank, settings: Mapping[str, Any], spec: BuildSpec, guards: Guards) -> Process:
     port = str(settings["rpc_port"])
+    address = LOOPBACK if settings.get("rpc_profile") == "proxy" else rank.fabric_address
     # Never -c: a worker's tensor cache would hash and keep activations in the middle of a measurement.
-    argv = [f"bin/{spec.worker_program}", "--host", rank.fabric_address, "--port", port]
+    argv = [f"bin/{spec.worker_program}", "--host", address, "--port", port]
     if "worker_threads" in settings:
         argv += ["--threads", str(settings["worker_threads"])]
     return Process(
@@ -39,6 +42,7 @@ def _worker(rank: Rank, settings: Mapping[str, Any], spec: BuildSpec, guards: Gu
         cpu_affinity=settings.get("worker_cpu_affinity", ""),
         memlock_bytes=memlock_limit(settings, guards, 1),
         listen=f"{rank.fabric_address}:{port}",
+        server=f"{address}:{port}" if address == LOOPBACK else None,
     )
 
 

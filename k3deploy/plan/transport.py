@@ -71,6 +71,23 @@ def arm_transport(
     )
 
 
+def refuse_proxy(name: str, cluster: Cluster, settings: Mapping[str, Any]) -> None:
+    """Refuse the timing proxy where bytes could go past it."""
+    if settings.get("rpc_profile") != "proxy":
+        return
+    if cluster.transport.require == "rdma":
+        raise PlanError(
+            f"{name}: rpc_profile proxy sees TCP alone, and {cluster.name} requires RDMA: what it timed would not be "
+            "what this cluster runs",
+            remedy="Measure candidate-U8: its patch set times the server from inside, whatever carries the bytes.",
+        )
+    if settings.get("rdma") != "off":
+        raise PlanError(
+            f"{name}: rpc_profile proxy needs rdma off: a connection that goes over to RDMA goes past the proxy",
+            remedy='Set rdma: "off" beside it.',
+        )
+
+
 def refuse_without_rdma(name: str, cluster: Cluster, settings: Mapping[str, Any]) -> None:
     """Refuse an arm that needs RDMA on a cluster that says it has none."""
     if settings.get("rdma") != "pinned":

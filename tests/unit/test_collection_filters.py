@@ -218,6 +218,35 @@ def test_every_difference_from_the_plan_is_a_problem(running: dict, change: dict
     assert word in "\n".join(prove(running))
 
 
+@pytest.fixture
+def proxied(running: dict) -> dict:
+    """The same worker behind the timing proxy of its unit."""
+    running["listeners"] = [
+        {"address": "10.0.0.2", "port": 50053, "pid": 10, "unit": "k3-candidate-worker@baseline.service"},
+        {"address": "127.0.0.1", "port": 50053, "pid": 9, "unit": "k3-candidate-worker@baseline.service"},
+    ]
+    return running
+
+
+def prove_proxied(seen: dict) -> list[str]:
+    worker = {**PROCESSES["worker"], "server": "127.0.0.1:50053"}
+    return checks.prove_problems(seen, {"worker": worker}, ARM, "b-1", "/opt/k3deploy")
+
+
+def test_a_proxy_may_hold_the_endpoint_where_it_is_planned_and_of_the_unit(proxied: dict) -> None:
+    assert prove_proxied(proxied) == []
+    assert "held by pid 10" in "\n".join(prove(proxied))  # no proxy was planned
+    proxied["listeners"][0]["unit"] = "other.service"
+    assert "held by pid 10" in "\n".join(prove_proxied(proxied))
+
+
+def test_behind_a_proxy_it_must_be_the_planned_server_that_listens(proxied: dict) -> None:
+    proxied["listeners"][1]["pid"] = 11
+    assert "does not listen at 127.0.0.1:50053" in "\n".join(prove_proxied(proxied))
+    del proxied["listeners"][1]
+    assert "does not listen at 127.0.0.1:50053" in "\n".join(prove_proxied(proxied))
+
+
 def test_a_head_whose_release_is_of_another_build_key_is_a_problem(running: dict) -> None:
     problems = checks.prove_problems(running, PROCESSES, {**ARM, "build_key": "c"}, "b-1", "/opt/k3deploy")
     assert "planned was a build of c" in "\n".join(problems)

@@ -77,12 +77,13 @@ def test_the_baseline_is_the_observed_configuration(matrix: Matrix) -> None:
 
 
 def test_every_row_of_the_matrix_is_there(matrix: Matrix) -> None:
-    assert list(matrix.rows) == [*(f"U{number}" for number in range(1, 13)), "next"]
+    numbered = [f"U{number}" for number in range(1, 13)]
+    assert list(matrix.rows) == [*numbered[:8], "U8proxy", *numbered[8:], "next"]
     kinds = {name: entry.kind for name, entry in matrix.rows.items()}
     assert [name for name, kind in kinds.items() if kind == "runtime"] == ["U2", "U3", "U6", "U7", "U9", "next"]
     assert [name for name, kind in kinds.items() if kind == "build"] == ["U1", "U10", "U11", "U12"]
     assert [name for name, kind in kinds.items() if kind == "transport"] == ["U4", "U5"]
-    assert [name for name, kind in kinds.items() if kind == "profile"] == ["U8"]
+    assert [name for name, kind in kinds.items() if kind == "profile"] == ["U8", "U8proxy"]
     assert all(entry.guards.rank_available_mib == 1536 for entry in matrix.rows.values())
 
 
@@ -140,7 +141,7 @@ def test_next_shows_what_is_known_of_the_rows_that_it_combines(matrix: Matrix) -
     assert {row_id for row_id, _ in matrix.resolve("candidate-next").findings} == {"next", "U2", "U3", "U6", "U7"}
 
 
-@pytest.mark.parametrize("alone", ["U1", "U4", "U5", "U8"])
+@pytest.mark.parametrize("alone", ["U1", "U4", "U5", "U8", "U8proxy"])
 @pytest.mark.parametrize("other", ["U2", "U9", "next"])
 def test_rows_that_stand_alone_are_refused_with_their_reason(matrix: Matrix, alone: str, other: str) -> None:
     for name in (f"candidate-{alone}+{other}", f"candidate-{other}+{alone}"):

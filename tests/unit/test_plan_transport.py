@@ -100,3 +100,26 @@ def test_a_prebuilt_program_of_the_row_is_taken_as_it_is() -> None:
     own = CUDA_BUILD.model_copy(update={"source": CUDA_BUILD.source.model_copy(update={"kind": "prebuilt"})})
     arm = plan("U5@1024x63", on_rdma(builds={"default": CUDA_BUILD, "u5": own})).arms[1]
     assert (arm.build, arm.transport.rx_depth) == ("u5", 63)
+
+
+def test_the_timing_proxy_stands_where_the_worker_is_reached_and_the_worker_behind_it() -> None:
+    found = plan("U8proxy", cluster())
+    for rank in ("r1", "r2"):
+        baseline, arm = (one.processes[rank].worker for one in found.arms)
+        assert baseline is not None and arm is not None
+        assert (arm.listen, arm.server) == (baseline.listen, "127.0.0.1:50053") and baseline.server is None
+        assert arm.argv[1:5] == ["--host", "127.0.0.1", "--port", "50053"]
+        assert arm.environment["GGML_RPC_NO_RDMA"] == "1"
+    assert found.arms[0].build_key == found.arms[1].build_key
+    heads = [one.processes["r0"].head for one in found.arms]
+    assert heads[0] is not None and heads[1] is not None and heads[0].argv == heads[1].argv
+    layer = render_run_layer(found)["all"]["hosts"]["r1"]["k3_run_processes"]
+    assert "server" not in layer["baseline"]["worker"] and layer["U8proxy"]["worker"]["server"] == "127.0.0.1:50053"
+
+
+def test_the_timing_proxy_is_refused_where_bytes_could_go_past_it() -> None:
+    with pytest.raises(PlanError, match="sees TCP alone, and test requires RDMA") as caught:
+        plan("U8proxy")
+    assert "candidate-U8" in (caught.value.remedy or "")
+    with pytest.raises(PlanError, match="needs rdma off"):
+        plan("U2@2048", cluster(settings={"rpc_profile": "proxy"}))

@@ -122,8 +122,13 @@ def prove_problems(state, processes, arm, build_id, root, resolved=None):
         problems += _process_problems(unit, name, wanted, slug, root, build_id)
         address, _colon, port = (wanted.get("listen") or wanted["url"].split("//")[-1]).rpartition(":")
         holders = _listening(state, address.strip("[]"), port)
-        if unit and any(item["pid"] != unit.get("pid") for item in holders):
+        proxied = wanted.get("server")
+        if unit and any(item["pid"] != unit.get("pid") and not (proxied and item.get("unit") == name) for item in holders):
             problems.append(f"port {port} is held by pid {holders[0]['pid']}, not by {name}")
+        if unit and proxied:
+            address, _colon, port = proxied.rpartition(":")
+            if [item["pid"] for item in _listening(state, address, port)] != [unit.get("pid")]:
+                problems.append(f"{name} does not listen at {proxied}, behind its timing proxy")
     for name, unit in state["units"].items():
         running = unit.get("active") in ("active", "activating")
         if running and "@" in name and name.split("@", 1)[1] != f"{slug}.service":

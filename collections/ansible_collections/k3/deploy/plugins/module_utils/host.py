@@ -164,6 +164,16 @@ def listeners():
     return found
 
 
+def unit_of(pid):
+    """The service that a process belongs to, by its control group; None when it is in none, or gone."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as groups:
+            names = [os.path.basename(line.strip()) for line in groups]
+    except OSError:
+        return None
+    return next((name for name in names if name.endswith(".service")), None)
+
+
 def holders_of(port, but=0):
     """Which processes, other than the pid ``but``, listen on a TCP port, in words; empty when none does."""
     pids = sorted({item["pid"] or 0 for item in listeners() if item["port"] == port and item["pid"] != but})

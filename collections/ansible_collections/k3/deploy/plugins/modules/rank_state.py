@@ -230,7 +230,6 @@ def main():
         module.fail_json(msg=f"this rank has no usable systemd: {error}")
     exposed = host.exposures([name for name in shown if name.endswith(".service")])
     units = {name: unit_state(value, root, module.params["variables"], exposed.get(name)) for name, value in shown.items()}
-    by_pid = {unit["pid"]: name for name, unit in units.items() if unit["pid"]}
     releases = os.path.join(root, "releases")
     interfaces = addresses()
     routed = {route["dev"] for route in ip_json("route", "show", "default") if route.get("dev")}
@@ -243,7 +242,7 @@ def main():
         "cpus": os.cpu_count(),
         "mem": host.meminfo(),
         "units": units,
-        "listeners": [dict(item, unit=by_pid.get(item["pid"])) for item in host.listeners()],
+        "listeners": [dict(item, unit=host.unit_of(item["pid"])) for item in host.listeners()],
         "releases": sorted(name for name in os.listdir(releases) if name[0] != ".") if os.path.isdir(releases) else [],
         "candidates": candidates(root),
         "production": production,

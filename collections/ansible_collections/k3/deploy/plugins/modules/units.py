@@ -31,7 +31,7 @@ options:
     elements: str
     default: ["k3-candidate*"]
   listen:
-    description: C(address:port) on which the unit's own process must listen. Read from the kernel, never by connecting.
+    description: C(address:port) on which a process of the unit must listen. Read from the kernel, never by connecting.
     type: str
   http:
     description: URL that must answer 200.
@@ -176,12 +176,11 @@ class Starter:
         return window_of.outside_words(window_of.read_window(wanted["root"]), wanted["run_id"], live, time.time())
 
     def ready(self, shown):
-        """Whether the unit's own process serves now."""
-        pid = int(shown.get("MainPID") or 0)
+        """Whether the unit serves now."""
         if self.params["listen"]:
             address, _colon, port = self.params["listen"].rpartition(":")
-            mine = [item for item in host.listeners() if item["port"] == int(port) and item["pid"] == pid]
-            if not any(item["address"] == address.strip("[]") for item in mine):
+            there = [item for item in host.listeners() if item["port"] == int(port) and item["address"] == address.strip("[]")]
+            if not any(host.unit_of(item["pid"]) == self.name for item in there):
                 return False
         if self.params["http"]:
             return host.http_json(self.params["http"], timeout=3)[0] == 200
