@@ -14,9 +14,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("installed")]
 
 BUILD = "f00dfeedf00dfeed-00000000"
 RELEASES = "/opt/k3deploy/releases"
-LINKS = """\
+# What a rank runs from, and what an install that failed must not leave: its archive, or half a release.
+INSTALLED = """\
 readlink /opt/k3deploy/candidates/*/release
-ls -A /opt/k3deploy/releases /opt/k3deploy/work | grep f00dfeed || true
+ls -A /opt/k3deploy/work | grep f00dfeed || true
+ls -A /opt/k3deploy/releases | grep '^[.]f00dfeed' || true
 """
 # A build of the test's own on the builder: a manifest of what is in bin/, printed.
 MANIFEST = f"""
@@ -37,16 +39,16 @@ def build(rig: Rig, make: str) -> Iterator[dict[str, Any]]:
     try:
         yield {"install_manifests": {rig.layer["k3_run_arms"][0]["build_key"]: manifest}}
     finally:
-        rig.controller.on("rank0", f"rm -r {place}")
+        rig.controller.everywhere(f"rm -rf {place} {RELEASES}/{BUILD}")
 
 
-def refused(fault: Fault, extra: dict[str, Any], rank: str, *words: str) -> None:
-    """An install that fails on one rank switches none, leaves nothing behind and says why."""
-    before = fault.rig.controller.everywhere(LINKS)
+def refused(fault: Fault, extra: dict[str, Any], *words: str) -> None:
+    """An install that fails on a rank switches none, leaves nothing half behind and says why."""
+    before = fault.rig.controller.everywhere(INSTALLED)
     done = fault.rig.apply("install", extra=extra)
     assert done.code == 1, done.said
-    assert fault.rig.controller.everywhere(LINKS) == before
-    fault.holds(done.code, done.said, f"{rank}: ", *words)
+    assert fault.rig.controller.everywhere(INSTALLED) == before
+    fault.holds(done.code, done.said, *words)
 
 
 @pytest.mark.fault("the disk of a rank is full", "install")
@@ -55,7 +57,12 @@ def test_full_disk(fault: Fault) -> None:
         build(fault.rig, "head -c 3000000 /dev/urandom > llama-server") as extra,
         fault.rig.mounted("rank2", f"-t tmpfs -o size=1m,mode=755 none {RELEASES}", RELEASES),
     ):
-        refused(fault, extra, "rank2", "No space left on device")
+        refused(
+            fault,
+            extra,
+            "rank2: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
+            "No space left on device",
+        )
 
 
 @pytest.mark.fault("the target is read-only", "install")
@@ -64,14 +71,19 @@ def test_read_only_target(fault: Fault) -> None:
         build(fault.rig, "echo program > llama-server") as extra,
         fault.rig.mounted("rank2", f"-o bind,ro {RELEASES} {RELEASES}", RELEASES),
     ):
-        refused(fault, extra, "rank2", "Read-only file system")
+        refused(
+            fault,
+            extra,
+            "rank2: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
+            "Read-only file system",
+        )
 
 
 @pytest.mark.fault("an archive whose content is damaged", "install")
 def test_damaged_archive(fault: Fault) -> None:
     with build(fault.rig, "echo program > llama-server") as extra:
         fault.rig.controller.on("rank0", f"echo damaged > /opt/k3deploy/builds/{BUILD}/bin/llama-server")
-        refused(fault, extra, "rank1", "bin/llama-server: ", "after the transfer, its manifest says")
+        refused(fault, extra, "after the transfer, its manifest says")
 
 
 @pytest.mark.fault("a program for another processor", "install")
@@ -80,13 +92,13 @@ def test_another_processor(fault: Fault) -> None:
         "cp /bin/true llama-server && printf '\\363\\0' | dd of=llama-server bs=1 seek=18 conv=notrunc status=none"
     )
     with build(fault.rig, foreign) as extra:
-        refused(fault, extra, "rank1", "bin/llama-server is for another processor (ELF machine 243")
+        refused(fault, extra, "bin/llama-server is for another processor (ELF machine 243")
 
 
 @pytest.mark.fault("a program whose library is missing", "install")
 def test_missing_library(fault: Fault) -> None:
     with build(fault.rig, "cp /opt/k3deploy/candidates/F1/release/bin/ggml-rpc-server .") as extra:
-        refused(fault, extra, "rank1", "bin/ggml-rpc-server needs ", "which this rank does not have")
+        refused(fault, extra, "bin/ggml-rpc-server needs ", "which this rank does not have")
 
 
 @pytest.mark.fault("an installed file is damaged later", "the next install")

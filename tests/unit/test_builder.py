@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -75,3 +75,39 @@ def test_a_name_that_is_more_than_a_file_of_the_release_is_refused(name: str) ->
 
 def test_names_of_real_files_are_taken() -> None:
     assert all(release.safe(name) for name in ("bin/llama-server", "lib/libggml-rpc.so.0", "lib/gr\u00fcn b.so"))
+
+
+def test_a_program_that_cannot_run_on_the_rank_is_named_before_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    own = Path(sys.executable).read_bytes()[:64]
+    contents = {"script": b"#!/bin/sh\n", "own": own, "foreign": own[:18] + b"\xf3\x00" + own[20:], "lame": own}
+    for name, content in contents.items():
+        (tmp_path / "bin" / name).write_bytes(content)
+
+    def ldd(argv: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+        assert environment == {"LD_LIBRARY_PATH": f"{tmp_path}/lib"}
+        lost = "\tlibgone.so.1 => not found\n" * 2 if argv[1].endswith("lame") else ""
+        return 0, "\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n" + lost, ""
+
+    monkeypatch.setattr(release.host, "run", ldd)
+    foreign, lame = release.unfit(str(tmp_path), {f"bin/{name}": {} for name in contents})
+    assert foreign.startswith("bin/foreign is for another processor (ELF machine 243, this rank's is ")
+    assert lame == "bin/lame needs libgone.so.1, which this rank does not have"
+
+
+def test_an_install_that_cannot_even_begin_says_so_and_leaves_no_archive(tmp_path: Path) -> None:
+    class Failed(Exception):
+        pass
+
+    def fail_json(msg: str) -> None:
+        raise Failed(msg)
+
+    module = SimpleNamespace(params={"archive": str(tmp_path / "x.tar")}, fail_json=fail_json)
+
+    (tmp_path / "x.tar").touch()
+    (tmp_path / "releases").touch()  # no directory can be made in it, as on a file system that is read-only
+    with pytest.raises(Failed, match=r"release a-1 was not installed: \[Errno"):
+        release.install(module, str(tmp_path / "releases"), {"build_id": "a-1", "files": {}}, {})
+    assert not (tmp_path / "x.tar").exists()

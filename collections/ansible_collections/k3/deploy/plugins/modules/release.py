@@ -144,12 +144,13 @@ def assemble(module, folder, files, have):
 def install(module, releases, manifest, have):
     """Build the release beside its place and rename it there."""
     final = os.path.join(releases, manifest["build_id"])
-    os.makedirs(releases, exist_ok=True)
-    for leftover in os.listdir(releases):
-        if leftover.startswith("." + manifest["build_id"]):
-            shutil.rmtree(os.path.join(releases, leftover))
-    folder = tempfile.mkdtemp(dir=releases, prefix="." + manifest["build_id"] + "-")
+    folder = None
     try:
+        os.makedirs(releases, exist_ok=True)
+        for leftover in os.listdir(releases):
+            if leftover.startswith("." + manifest["build_id"]):
+                shutil.rmtree(os.path.join(releases, leftover))
+        folder = tempfile.mkdtemp(dir=releases, prefix="." + manifest["build_id"] + "-")
         os.chmod(folder, 0o755)
         assemble(module, folder, manifest["files"], have)
         host.write_atomic(os.path.join(folder, "manifest.json"), json.dumps(manifest, indent=1).encode())
@@ -159,7 +160,8 @@ def install(module, releases, manifest, have):
         os.rename(folder, final)
         shutil.rmtree(folder + "-damaged", ignore_errors=True)
     except (OSError, tarfile.TarError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         module.fail_json(msg="release {} was not installed: {}".format(manifest["build_id"], error))
     finally:
         if module.params["archive"] and os.path.exists(module.params["archive"]):
