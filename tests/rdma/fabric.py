@@ -99,7 +99,7 @@ class Fabric:
         if self._running != head.slug:
             self._seen.pop(head.slug, None)
             self.run(head)
-        arm = {**self.describe(head), "prompt": PROMPT * 64, "predict": 64, "command": command, "packets": packets}
+        arm = {**self.describe(head), "prompt": PROMPT * 64, "predict": 64, "act": command, "packets": packets}
         self._running = ""
         return self.call("breaks", **arm, patience_s=patience_s)
 

@@ -163,7 +163,7 @@ def breaks(arm):
     moved = _sent()
     wait_for(lambda: _sent() > moved + arm["packets"], lambda: asking.poll() is not None)
     midway = asking.poll() is None
-    subprocess.run(["sh", "-c", arm["command"]], check=True)
+    subprocess.run(["sh", "-c", arm["act"]], check=True)
     wait_for(lambda: not up(), lambda: False, patience=arm["patience_s"])
     asking.kill()
     ended = systemctl("show", "--property=Result,ExecMainStatus,ExecMainCode,ActiveState", head).stdout.split()

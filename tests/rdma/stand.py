@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ COLLECTION = ROOT / "collections/ansible_collections/k3/deploy"
 _APPLIED = ("base", "build", "install", "guard", "worker", "head", "benchmark")
 _PAYLOAD_SIZE = "192M"
 # Memory of frozen machines adds up; some are kept for those who go back and forth between two states of the tree.
-_KEPT = 3
+_KEPT = 2
 
 
 def cache_dir() -> Path:
@@ -71,7 +72,9 @@ def prepare(root: Sequence[str], progress: Callable[[str], None]) -> tuple[Disk,
     with made_once(final) as folder:
         if folder is not None:
             _apply(folder, disk, releases, model, layer, progress)
-            _drop_old(place)
+    final.touch()
+    disk.folder.touch()
+    _drop_old(place)
     return disk, Frozen(final)
 
 
@@ -96,13 +99,30 @@ def build_specs() -> dict[str, BuildSpec]:
     return {cases.STOCK: stock, **rings}
 
 
+def recipe_files() -> list[Path]:
+    """What Ansible reads to apply the roles: theirs, and of the collection's plugins those that they name or import."""
+    roles = [path for name in _APPLIED for path in (COLLECTION / "roles" / name).rglob("*") if path.is_file()]
+    found = [path for path in roles if path.suffix not in (".pyc", ".md")]
+    found += [ROOT / "playbooks/build.yml", ROOT / "playbooks/install.yml", HERE / "apply.yml"]
+    plugins = {path: path.read_text(encoding="utf-8") for path in (COLLECTION / "plugins").rglob("*.py")}
+    words = {word for path in found for word in re.findall(r"k3\.deploy\.(\w+)", path.read_text(errors="replace"))}
+    while True:
+        used = [
+            path
+            for path, text in plugins.items()
+            if path not in found and (path.stem in words or any(f'"{word}": ' in text for word in words))
+        ]
+        if not used:
+            return sorted(found)
+        found += used
+        lines = [line for path in used for line in plugins[path].splitlines() if "_utils" in line]
+        words = {word for line in lines for word in re.findall(r"\w+", line.split(" import ")[-1])}
+
+
 def _recipe() -> str:
     """A hash of what Ansible applies."""
-    folders = [*(COLLECTION / "roles" / name for name in _APPLIED), COLLECTION / "plugins"]
-    files = [path for folder in folders for path in folder.rglob("*") if path.suffix not in (".pyc", ".md")]
-    files += [ROOT / "playbooks/build.yml", ROOT / "playbooks/install.yml", HERE / "apply.yml"]
     whole = hashlib.sha256()
-    for path in sorted(path for path in files if path.is_file()):
+    for path in recipe_files():
         whole.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return whole.hexdigest()
 
@@ -181,7 +201,8 @@ def play(machine: Machine, playbook: Path, layer: Mapping[str, Any], place: Path
 
 
 def _drop_old(place: Path) -> None:
-    """Remove frozen machines but the newest few; one that still runs keeps its open files."""
-    frozen = sorted(place.glob("applied-*"), key=lambda folder: folder.stat().st_mtime)
-    for folder in frozen[: -_KEPT + 1]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove disks and frozen machines but the newest few; one that still runs keeps its open files."""
+    for kind in ("disk-*", "applied-*"):
+        made = sorted(place.glob(kind), key=lambda folder: folder.stat().st_mtime)
+        for folder in made[:-_KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -52,6 +52,12 @@ def test_the_ports_do_not_move_when_tcp_carries(fabric: Fabric) -> None:
     assert packets(seen.links["after"]) == packets(seen.links["before"])
 
 
+def test_larger_chunks_make_larger_messages(fabric: Fabric) -> None:
+    """Of the same model, sent to one worker by a stock head and by one of 1 MiB x 63."""
+    stock, deep = (fabric.run(head).start["connections"][0]["message_bytes"] for head in (cases.ONE, cases.DEEP))
+    assert deep > stock * 1.2, (stock, deep)
+
+
 def test_the_tokens_are_the_same_whatever_carries_them(fabric: Fabric) -> None:
     answers = {head.slug: fabric.run(head).tokens for head in SERVING}
     assert len({tuple(tokens) for each in answers.values() for tokens in each}) == 1, answers
@@ -70,13 +76,21 @@ def test_queue_pairs_live_through_requests_and_a_pause(fabric: Fabric) -> None:
     assert seen.block["problems"] == seen.block["events"] == []
 
 
-def test_a_killed_worker_voids_what_was_measured(fabric: Fabric) -> None:
+def test_a_killed_worker_takes_the_head_with_it_and_voids_the_block(fabric: Fabric) -> None:
     broken = fabric.interrupt(cases.ONE, "systemctl kill --signal=KILL k3-candidate-worker@one-worker.service")
     assert broken["midway"]
-    print(broken["ended"], fabric.prove(cases.ONE, fabric.run(cases.ONE).links["ready"], broken["after"]))
+    assert broken["ended"]["ActiveState"] == "failed"
+    proof = fabric.prove(cases.ONE, fabric.run(cases.ONE).links["ready"], broken["after"])
+    assert [item["result"] for item in proof["connections"]] == ["unknown"]
+    assert "head, head: Remote RPC server crashed or returned malformed response" in proof["events"]
 
 
-def test_a_dead_link_voids_what_was_measured(fabric: Fabric) -> None:
+# Last: the addresses, and with them the GIDs, go with the link.
+def test_a_link_that_goes_down_breaks_the_transfer_and_voids_the_block(fabric: Fabric) -> None:
     broken = fabric.interrupt(cases.ONE, "ip link set eth2 down")
     assert broken["midway"]
-    print(broken["ended"], fabric.prove(cases.ONE, fabric.run(cases.ONE).links["ready"], broken["after"]))
+    assert broken["ended"]["ActiveState"] == "failed"
+    proof = fabric.prove(cases.ONE, fabric.run(cases.ONE).links["ready"], broken["after"])
+    assert [item["result"] for item in proof["connections"]] == ["unknown"]
+    assert any("RDMA CQ wc error" in event for event in proof["events"]), proof["events"]
+    assert "head: link_downed of rxe1 grew by 1" in proof["events"]
