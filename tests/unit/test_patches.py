@@ -302,8 +302,11 @@ def test_every_set_applies_to_the_pinned_source_and_to_nothing_else(name: str, c
         patches.apply([one], tampered)
 
 
-def _lines_for(one: patches.PatchSet, path: str) -> list[str]:
-    """The body lines of the diff of ``path``."""
+_BRIDGE_CMAKE = "ggml/src/ggml-cuda/flashkda-k3/flashkda-k3.cmake"
+
+
+def _lines_for(one: patches.PatchSet, path: str, shortest: int = 21) -> list[str]:
+    """The body lines of the diff of ``path``, of at least so many characters."""
     found: list[str] = []
     inside = False
     for line in "".join(one.texts.values()).splitlines():
@@ -311,7 +314,7 @@ def _lines_for(one: patches.PatchSet, path: str) -> list[str]:
             inside = line == f"+++ b/{path}"
         elif line.startswith(("--- ", "diff ", "@@ ")):
             continue
-        elif inside and len(line) > 20:
+        elif inside and len(line) >= shortest:
             found.append(line)
     return found
 
@@ -380,6 +383,7 @@ extern "C" const char * cublasGetStatusString(cublasStatus_t);
 @pytest.mark.parametrize(
     ("name", "source", "variants", "spilled"),
     [
+        ("flashkda-bridge", "flashkda-k3/flashkda-k3-kernels.cu", 3, 0),
         ("u1-chunked-kda", "k3-kda-chunked.cu", 1, 0),
         ("u11-kda-blocked", "k3-kda-blocked.cu", 2, 0),
         # four variants of the product, two of what prepares it; the widest tile keeps some addresses in local memory
@@ -404,6 +408,60 @@ def test_the_cuda_kernels_compile_and_keep_their_values_in_registers(
     spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert len(spills) == variants
     assert max(spills) <= spilled
+
+
+# Of FlashKDA and CUTLASS, which are the operator's: no more than what the adapter names.
+FLASHKDA = """#pragma once
+#include <cuda_runtime.h>
+namespace cutlass { struct bfloat16_t { unsigned short bits; }; }
+template <int D, bool state_in, bool state_out, bool fp32, bool varlen, typename... T> void launch_fwd(T...);
+"""
+
+
+@pytest.mark.source
+def test_the_flashkda_adapter_compiles_and_holds_its_markers(copy: Callable[[str], Path]) -> None:
+    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if compiler is None:
+        pytest.skip("needs nvcc")
+    tree = copy("tree")
+    patches.apply(patches.select(["flashkda-bridge"]), tree)
+    (tree / "given").mkdir()
+    (tree / "given" / "cublas_v2.h").write_text(CUBLAS)
+    (tree / "given" / "fwd.h").write_text(FLASHKDA)
+    argv = [compiler, "-std=c++17", "-arch=sm_90", "-extended-lambda", "-Igiven", "-Iggml/include", "-Iggml/src"]
+    argv += ["-c", "-o", "x.o", "ggml/src/ggml-cuda/flashkda-k3/flashkda-k3.cu"]
+    done = subprocess.run(argv, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    adapter = (tree / "x.o").read_bytes()
+    assert b"K3_FLASHKDA_ACTIVE" in adapter and b"K3_FLASHKDA_FALLBACK" in adapter
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"K3_FLASHKDA_DIR": "/nowhere"}, "/nowhere/csrc/fwd.h does not exist; set K3_FLASHKDA_DIR"),
+        ({"CMAKE_CUDA_ARCHITECTURES": "86-real"}, "name architectures from 90 on"),
+    ],
+)
+def test_a_flashkda_build_that_cannot_be_is_refused_by_cmake(
+    tmp_path: Path, settings: dict[str, str], said: str
+) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    (one,) = patches.select(["flashkda-bridge"])
+    script = tmp_path / "flashkda-k3.cmake"
+    script.write_text(
+        "".join(f"{line[1:]}\n" for line in _lines_for(one, _BRIDGE_CMAKE, shortest=0) if line.startswith("+"))
+    )
+    for name in ("csrc/fwd.h", "csrc/smxx/fwd_launch.cu", "cutlass/include/cutlass/cutlass.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    given = {"GGML_CUDA_K3_FLASHKDA": "ON", "K3_FLASHKDA_DIR": str(tmp_path), **settings}
+    argv = [cmake, *(f"-D{key}={value}" for key, value in given.items()), "-P", str(script)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert said in " ".join(done.stderr.split())
 
 
 def test_the_grouped_iq1s_product_leaves_what_other_quantizers_are_compiled_from_alone() -> None:
