@@ -15,7 +15,7 @@ cleanup() {
   trap '' INT TERM HUP
   # shellcheck disable=SC2046 # one word a process
   kill -KILL $(left_running) 2>/dev/null
-  for name in "$K3DEPLOY_LAB" k3mol k3doomed; do
+  for name in "$K3DEPLOY_LAB" k3mol k3doomed k3rdma; do
     K3DEPLOY_LAB=$name k3deploy lab down >/dev/null 2>&1
   done
 }

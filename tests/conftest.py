@@ -27,8 +27,8 @@ from k3deploy.lab.cluster import Lab
 
 ROOT = Path(__file__).parent
 # What fails in a second fails first. With two processes the first takes the longest group, the second all others.
-ORDER = ("lint", "unit", "e2e", "bench")
-ORDER_OF_TWO = ("e2e", "bench", "lint", "unit")
+ORDER = ("lint", "unit", "rdma", "e2e", "bench")
+ORDER_OF_TWO = ("e2e", "bench", "lint", "unit", "rdma")
 # Tests of these folders share a lab, or a machine, and what was applied to it.
 GROUPS = {"e2e": "lab", "bench": "lab", "molecule": "molecule", "rdma": "rdma"}
 

@@ -145,17 +145,21 @@ ONE = Head(
 )
 
 HEADS = (MANY, TIGHT, OFF, DEEP, DEEPER, MIXED, ONE)
+# A head and a worker of one arm on two machines, for the project's own block from its start to its record.
+PAIR = Head(
+    "pair", (Worker("pair", "10.99.0.27", "on another machine, resolved at launch and pinned", "RDMA", pinned=True),)
+)
 
 
 def arms() -> dict[str, str]:
     """slug -> build of every arm: each process has one of its own, with its own unit and environment."""
-    return {item.slug: item.build for head in HEADS for item in (head, *head.workers)}
+    return {item.slug: item.build for head in (*HEADS, PAIR) for item in (head, *head.workers)}
 
 
 def processes(model: str) -> dict[str, dict[str, Any]]:
     """What a run layer says of a rank's processes, for all of them on one."""
     found: dict[str, dict[str, Any]] = {}
-    for head in HEADS:
+    for head in (*HEADS, PAIR):
         for worker in head.workers:
             argv = ["bin/ggml-rpc-server", "--host", worker.address, "--port", str(WORKER_PORT), "--threads", "1"]
             found[worker.slug] = {
@@ -167,7 +171,7 @@ def processes(model: str) -> dict[str, dict[str, Any]]:
                 },
                 "guard_mib": 32,
             }
-        found[head.slug] = {"head": _head_process(head, model), "guard_mib": 32}
+        found.setdefault(head.slug, {"guard_mib": 32})["head"] = _head_process(head, model)
     return found
 
 
@@ -189,8 +193,8 @@ def _head_process(head: Head, model: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    lines = [f"{'head':8} {'worker':14} {'must be':12} case"]
-    for head in HEADS:
+    lines = [f"{'head':8} {'worker':14} {'must be':16} case"]
+    for head in (*HEADS, PAIR):
         for worker in head.workers:
             must = worker.transport + (f", {worker.cause}" if worker.cause else "")
             lines.append(f"{head.slug:8} {worker.slug:14} {must:16} {worker.case}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +14,33 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
 from fabric import Fabric
 from machine import Machine
-from stand import install_tools, prepare
+from stand import Stand, install_tools, prepare
 
 from k3deploy.errors import K3Error
 
 
 @pytest.fixture(scope="session")
-def fabric() -> Iterator[Fabric]:
-    """A machine with RDMA devices and an installed arm for every case; skipped, with the reason, where none can run."""
+def stand() -> Stand:
+    """What machines are woken from; skipped, with the reason, where none can run."""
     try:
         root = install_tools(print)
     except K3Error as why:
         pytest.skip(f"no test machine can run here: {why}")
-    disk, frozen = prepare(root, print)
-    with Machine(disk, frozen.payload, wake=frozen) as machine:
+    return prepare(root, print)
+
+
+@pytest.fixture(scope="session")
+def fabric(stand: Stand) -> Iterator[Fabric]:
+    """A machine with RDMA devices and an installed arm for every case."""
+    with stand.wake() as machine:
         yield Fabric(machine)
+
+
+@pytest.fixture
+def pair(stand: Stand) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines whose fabrics are joined by a cable."""
+    with tempfile.TemporaryDirectory(prefix="k3rdma-") as wires:
+        near, far = Path(wires, "0"), Path(wires, "1")
+        with stand.wake((near, far)) as first, stand.wake((far, near)) as second:
+            second.sh("machine-network 1")
+            yield first, second

@@ -76,7 +76,7 @@ def read(arm):
 
 
 def wait_for(ready, gave_up, patience=PATIENCE_S):
-    """Whether it became ready before it gave up or time was over. Asks seldom: to ask costs this processor a good deal."""
+    """Whether it became ready before it gave up or time was over. Asks seldom: to ask costs this processor a lot."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if ready():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,18 @@ _PAYLOAD_SIZE = "192M"
 _KEPT = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A disk, and the machine that was frozen with the roles applied to it."""
+
+    disk: Disk
+    frozen: Frozen
+    layer: dict[str, Any]  # the inventory that was applied
+
+    def wake(self, fabric: tuple[Path, Path] | None = None) -> Machine:
+        return Machine(self.disk, self.frozen.payload, wake=self.frozen, fabric=fabric)
+
+
 def cache_dir() -> Path:
     return lab_config(os.environ).cache_dir
 
@@ -57,7 +68,7 @@ def install_tools(progress: Callable[[str], None]) -> tuple[str, ...]:
     return root
 
 
-def prepare(root: Sequence[str], progress: Callable[[str], None]) -> tuple[Disk, Frozen]:
+def prepare(root: Sequence[str], progress: Callable[[str], None]) -> Stand:
     """A machine that is ready to wake, made as far as it is not there yet. ``root`` makes a command run as root.
 
     From nothing: the disk (a minute or two), llama.cpp's builds (minutes without a compiler cache), a boot and the
@@ -75,7 +86,7 @@ def prepare(root: Sequence[str], progress: Callable[[str], None]) -> tuple[Disk,
     final.touch()
     disk.folder.touch()
     _drop_old(place)
-    return disk, Frozen(final)
+    return Stand(disk, Frozen(final), layer)
 
 
 def _ids(releases: Mapping[str, Release]) -> list[str]:
@@ -99,30 +110,13 @@ def build_specs() -> dict[str, BuildSpec]:
     return {cases.STOCK: stock, **rings}
 
 
-def recipe_files() -> list[Path]:
-    """What Ansible reads to apply the roles: theirs, and of the collection's plugins those that they name or import."""
-    roles = [path for name in _APPLIED for path in (COLLECTION / "roles" / name).rglob("*") if path.is_file()]
-    found = [path for path in roles if path.suffix not in (".pyc", ".md")]
-    found += [ROOT / "playbooks/build.yml", ROOT / "playbooks/install.yml", HERE / "apply.yml"]
-    plugins = {path: path.read_text(encoding="utf-8") for path in (COLLECTION / "plugins").rglob("*.py")}
-    words = {word for path in found for word in re.findall(r"k3\.deploy\.(\w+)", path.read_text(errors="replace"))}
-    while True:
-        used = [
-            path
-            for path, text in plugins.items()
-            if path not in found and (path.stem in words or any(f'"{word}": ' in text for word in words))
-        ]
-        if not used:
-            return sorted(found)
-        found += used
-        lines = [line for path in used for line in plugins[path].splitlines() if "_utils" in line]
-        words = {word for line in lines for word in re.findall(r"\w+", line.split(" import ")[-1])}
-
-
 def _recipe() -> str:
     """A hash of what Ansible applies."""
+    folders = [*(COLLECTION / "roles" / name for name in _APPLIED), COLLECTION / "plugins"]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix not in (".pyc", ".md")]
+    files += [ROOT / "playbooks/build.yml", ROOT / "playbooks/install.yml", HERE / "apply.yml"]
     whole = hashlib.sha256()
-    for path in recipe_files():
+    for path in sorted(path for path in files if path.is_file()):
         whole.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return whole.hexdigest()
 
@@ -140,7 +134,6 @@ def run_layer(releases: Mapping[str, Release], model: ModelFile) -> dict[str, An
         for name, release in releases.items()
     }
     host = {
-        "ansible_host": "machine",
         "k3_fabric_address": cases.HEAD_ADDRESS,
         "k3_local_worker": True,
         "k3_run_processes": cases.processes(f"/srv/models/{model.path.name}"),
@@ -149,6 +142,7 @@ def run_layer(releases: Mapping[str, Release], model: ModelFile) -> dict[str, An
     return {
         "all": {
             "vars": {
+                "ansible_host": "machine",
                 "ansible_python_interpreter": "/usr/bin/python3",
                 "k3_cluster": "soft-roce",
                 "k3_devices": ["char-infiniband_verbs"],
@@ -185,18 +179,20 @@ def _apply(
     progress("booting the test machine")
     with Machine(disk, frozen.payload) as machine, tempfile.TemporaryDirectory() as scratch:
         progress("applying the roles")
-        play(machine, HERE / "apply.yml", layer, Path(scratch))
+        play(HERE / "apply.yml", {"rank0": machine}, layer, Path(scratch))
         machine.freeze(folder)
 
 
-def play(machine: Machine, playbook: Path, layer: Mapping[str, Any], place: Path) -> None:
-    """Run a playbook against the machine, with the project's own settings of Ansible."""
+def play(playbook: Path, machines: Mapping[str, Machine], layer: Mapping[str, Any], place: Path) -> None:
+    """Run a playbook against machines by their names in the inventory, with the project's own settings of Ansible."""
     inventory = place / "inventory.yml"
+    ways = {name: {"ansible_ssh_common_args": f"-F {machine.ssh_config}"} for name, machine in machines.items()}
     write_json(inventory, layer)  # JSON is YAML
-    connection = {"ansible_ssh_common_args": f"-F {machine.ssh_config}", "k3_run_dir": str(place)}
+    write_json(place / "ways.yml", {"all": {"hosts": ways}})
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ANSIBLE_CONFIG", str(ROOT / "ansible.cfg"))
-        result = run_playbook(playbook, [inventory], connection, artifacts_dir=place)
+        layers = [inventory, place / "ways.yml"]
+        result = run_playbook(playbook, layers, {"k3_run_dir": str(place)}, artifacts_dir=place)
     assert result.ok, "\n".join(str(failure) for failure in [*result.unreachable, *result.failures])
 
 
