@@ -27,4 +27,5 @@ def test_the_account_owns_only_where_it_must_write(rank1: Host) -> None:
         "state": "750 root:root",
         "builds": "755 k3deploy:k3deploy",
         "work": "755 k3deploy:k3deploy",
+        "work/parity": "755 k3deploy:k3deploy",
     }

@@ -9,14 +9,17 @@ from pathlib import Path
 
 from testinfra.host import Host
 
-HARNESS = Path(__file__).parents[4] / "roles" / "benchmark" / "files" / "k3_bench.py"
+FILES = Path(__file__).parents[4] / "roles" / "benchmark" / "files"
+HARNESS = ("k3_bench.py", "k3_parity.py")
 ROOT = "/opt/k3deploy"
 
 
 def test_the_harness_is_the_collections(rank0: Host) -> None:
-    file = rank0.file(f"{ROOT}/libexec/k3_bench.py")
-    assert file.sha256sum == hashlib.sha256(HARNESS.read_bytes()).hexdigest()
-    assert (file.user, file.mode) == ("root", 0o755)
+    for name in HARNESS:
+        file = rank0.file(f"{ROOT}/libexec/{name}")
+        assert file.sha256sum == hashlib.sha256((FILES / name).read_bytes()).hexdigest()
+        assert file.user == "root"
+    assert rank0.file(f"{ROOT}/libexec/{HARNESS[0]}").mode == 0o755
 
 
 def test_every_cell_was_measured_and_is_valid(rank0: Host) -> None:
@@ -24,7 +27,8 @@ def test_every_cell_was_measured_and_is_valid(rank0: Host) -> None:
     result = json.loads(file.content_string)
     assert file.user == "k3deploy"
     assert result["error"] is None
-    assert result["harness_sha256"] == hashlib.sha256(HARNESS.read_bytes()).hexdigest()
+    whole = b"".join((FILES / name).read_bytes() for name in HARNESS)
+    assert result["harness_sha256"] == hashlib.sha256(whole).hexdigest()
     samples = [sample for cell in result["cells"] for sample in cell["samples"]]
     assert [sample["why"] for sample in samples if not sample["valid"]] == []
     prefill, decode = samples
