@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "calibrate": ("k3deploy.commands.calibrate", "calibrate", "Measure the baseline against itself."),
     "campaign": ("k3deploy.commands.campaign", "campaign", "Measure many candidates in one window, with one baseline."),
     "plan": ("k3deploy.commands.plan", "plan", "Show what apply would run, rank by rank; change nothing."),
+    "verify": ("k3deploy.commands.verify", "verify", "Hold a candidate's kernels against FP64 on one rank's GPU."),
     "rollback": ("k3deploy.commands.rollback", "rollback", "Stop the candidate everywhere and bring production back."),
     "window": ("k3deploy.commands.window", "window", "Open, extend, close or show the maintenance window."),
     "status": ("k3deploy.commands.status", "status", "Show ranks, production, candidate and window as they are now."),

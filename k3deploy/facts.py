@@ -345,14 +345,37 @@ class VoidBlock(_Record):
     void: str = ""
 
 
+class Verified(_Record):
+    """What `k3deploy verify` saw of an arm's kernels on one GPU.
+
+    Errors are against FP64: of an output, and of the terminal state relative to max|S|; ``None`` where the operator has
+    none. kernel_speedup: of the case that gains least. fallbacks: the reasons that the kernels gave.
+    """
+
+    host: str
+    device: str
+    driver: str
+    date: str
+    kernel_speedup: float | None
+    max_output_error: float | None
+    max_state_error: float | None
+    passed: int
+    failed: list[str]
+    active: int
+    fallbacks: list[str]
+    markers: list[str]
+    cases: list[dict[str, Any]]
+
+
 class Facts(_Record):
-    """Everything measured in one run; ``void`` keeps what does not count."""
+    """Everything measured in one run; ``void`` keeps what does not count. verified: by the arm's name."""
 
     version: Literal[1] = 1
     run_id: str
     candidate: str
     blocks: list[Block]
     void: list[VoidBlock] = Field(default_factory=list)
+    verified: dict[str, Verified] = Field(default_factory=dict)
 
     def of(self, arm: str) -> list[Block]:
         return [block for block in self.blocks if block.arm == arm]

@@ -57,6 +57,20 @@ class Option(_Data):
     marker: str | None = None
 
 
+class Cases(_Data):
+    """Cases of test-backend-ops: an operator, and a regular expression over a case's description."""
+
+    op: Annotated[str, Field(pattern=r"^[A-Z0-9_]+$")]
+    params: str
+
+
+class Verify(_Data):
+    """How a set's kernels are reached with test-backend-ops: cases with a verdict, and cases that are timed."""
+
+    test: list[Cases] = Field(min_length=1)
+    perf: list[Cases] = Field(min_length=1)
+
+
 class Manifest(_Data):
     """``manifest.yml`` of a patch set. ``patches`` are applied in the order given."""
 
@@ -70,6 +84,7 @@ class Manifest(_Data):
     files: list[ChangedFile] = Field(min_length=1)
     options: list[Option] = Field(default_factory=list)
     markers: list[str] = Field(default_factory=list, description="what the built libraries always contain")
+    verify: Verify | None = Field(default=None, description="what `k3deploy verify` runs")
 
 
 class PatchSet(_Data):

@@ -31,7 +31,7 @@ class Outcome:
 
 def conclude(run: Run) -> Outcome:
     """Assemble the facts, judge them, and write ``facts.json``, ``verdict.json`` and the reports."""
-    from k3deploy import calibration
+    from k3deploy import calibration, verification
     from k3deploy import facts as records
     from k3deploy.judge import judge
     from k3deploy.paths import write_json, write_text
@@ -42,7 +42,7 @@ def conclude(run: Run) -> Outcome:
     from k3deploy.report.text import render_markdown, render_matrix, render_text
 
     plan = run.plan()
-    facts = records.assemble(run.path)
+    facts = records.assemble(run.path).model_copy(update={"verified": verification.find(run.path.parent, plan)})
     records.write_facts(run.path, facts)
     verdict = judge(plan, facts)
     mapping: dict[str, Any] = verdict.model_dump(mode="json")

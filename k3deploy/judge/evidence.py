@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k3deploy.facts import Block, Facts, State
+from k3deploy.facts import Block, Facts, State, Verified
 from k3deploy.judge.planned import PlannedArm, PlannedGate, PlanView
 
 TextKey = tuple[str, str, int]
@@ -13,7 +13,10 @@ TextKey = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Evidence:
-    """One arm against the baseline. ``pairs``: (baseline block, arm block), both measured to the end."""
+    """One arm against the baseline. ``pairs``: (baseline block, arm block), both measured to the end.
+
+    verified: what its kernels did on a GPU by themselves, where that was tried.
+    """
 
     plan: PlanView
     arm: PlannedArm
@@ -21,12 +24,14 @@ class Evidence:
     blocks: list[Block]
     baseline_blocks: list[Block]
     pairs: list[tuple[Block, Block]]
+    verified: Verified | None = None
 
     @classmethod
     def of(cls, plan: PlanView, arm: PlannedArm, facts: Facts) -> Evidence:
         baseline = plan.arms[0]
         blocks, baseline_blocks = facts.of(arm.name), facts.of(baseline.name)
-        return cls(plan, arm, baseline, blocks, baseline_blocks, _complete_pairs(blocks, baseline_blocks))
+        pairs = _complete_pairs(blocks, baseline_blocks)
+        return cls(plan, arm, baseline, blocks, baseline_blocks, pairs, facts.verified.get(arm.name))
 
     @property
     def gates(self) -> dict[str, PlannedGate]:

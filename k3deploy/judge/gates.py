@@ -124,6 +124,8 @@ def _observation_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateR
         values: list[float | bool] = [error[0]] if error else []
     else:
         values = observed(evidence.blocks, key)
+        alone = getattr(evidence.verified, key, None)
+        values += [alone] if isinstance(alone, float) else []
     if not values:
         text = f"nothing in the logs and probes speaks of {key}" + (f": {TAKES[key]}" if key in TAKES else "")
         if key in parity.LIMITS:

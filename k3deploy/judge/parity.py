@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from k3deploy import parity
+from k3deploy.facts import Verified
 from k3deploy.judge.evidence import Evidence
 from k3deploy.judge.planned import PlannedGate
 from k3deploy.judge.verdict import GateResult
@@ -32,7 +33,21 @@ def answers(evidence: Evidence) -> tuple[Parity, Parity] | None:
 
 
 def measured_error(evidence: Evidence, observation: str) -> tuple[float, str] | None:
-    """(error, on what it rests) of this arm against the baseline."""
+    """(error, on what it rests) of this arm: the larger of the server's against the baseline and the kernels' own
+    against FP64, as far as they are known."""
+    found = [error for error in (_of_server(evidence, observation), _of_kernels(evidence, observation)) if error]
+    return max(found, default=None)
+
+
+def _of_kernels(evidence: Evidence, observation: str) -> tuple[float, str] | None:
+    verified = evidence.verified
+    error: float | None = getattr(verified, observation, None)
+    if verified is None or error is None:
+        return None
+    return error, f"the operator against FP64 on {verified.host} ({verified.device}), {verified.date[:10]}"
+
+
+def _of_server(evidence: Evidence, observation: str) -> tuple[float, str] | None:
     both = answers(evidence)
     if both is None:
         return None
@@ -52,6 +67,8 @@ def parity_gates(evidence: Evidence) -> list[GateResult]:
     if evidence.arm.build_key != evidence.baseline.build_key:
         judged = {gate.observation for gate in evidence.gates.values()}
         found += [_error_gate(evidence, key) for key in (OUTPUT_ERROR, STATE_ERROR) if key not in judged]
+    if evidence.verified is not None:
+        found.append(_operator_gate(evidence.verified))
     return [*found, _suites_gate(evidence), _consistency_gate(evidence)]
 
 
@@ -73,11 +90,25 @@ def _error_gate(evidence: Evidence, observation: str) -> GateResult:
     )
 
 
+def _operator_gate(verified: Verified) -> GateResult:
+    """The operators' own cases on a GPU: a kernel that failed one, or never ran, is not what was measured."""
+    where = f"on {verified.host} ({verified.device}, driver {verified.driver})"
+    if verified.failed:
+        outcome: Result = "fail"
+        tried = len(verified.failed) + verified.passed
+        reason = f"{len(verified.failed)} of {tried} cases fail {where}: {verified.failed[0]}"
+    elif not verified.active:
+        outcome, reason = "fail", f"no case reached the kernels {where}: {'; '.join(verified.fallbacks) or 'no marker'}"
+    else:
+        outcome, reason = "pass", f"{verified.passed} cases of test-backend-ops pass {where}"
+    return GateResult(name="operator_cases", require="identical", outcome=outcome, reason=reason, implied=True)
+
+
 def why_not(evidence: Evidence, observation: str) -> str:
     """Why an error is not known."""
     both = answers(evidence)
     if both is None:
-        return "the exact-output test was not run in both arms"
+        return "the exact-output test was not run in both arms, and k3deploy verify never"
     parts = [(answer.positions if observation == OUTPUT_ERROR else answer.state) for answer in both]
     errors = [part.error for part in parts if part and part.error]
     return errors[0] if errors else f"{observation} could not be compared"

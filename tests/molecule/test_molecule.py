@@ -33,6 +33,7 @@ SCENARIOS = (
     "lab_production",
     "window",
     "preflight",
+    "verify",
 )
 READS_ONLY = {"preflight"}
 # The first one makes the lab, and llama.cpp where no compiler cache is there.
