@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Examples:
-  k3deploy verify candidate-U1 --on gn100-0 -i inventory/gb10
-  k3deploy verify candidate-U12@exact --on gn100-0 -i inventory/gb10 --json
+  k3deploy verify candidate-U1 --on gb10-0 -i inventory/gb10
+  k3deploy verify candidate-U12@exact --on gb10-0 -i inventory/gb10 --json
 
 Builds test-backend-ops with the candidate's patch sets on that rank (which must hold the source), runs the cases that
 reach its kernels, and times them with the candidate's switches off and on. What was seen is kept below the directory of
