@@ -35,8 +35,12 @@ gates:
   cold_prefill: {cells: [pp256], require: faster}
 """
 APPLY = ("apply", "candidate-F1", "--cells", "pp256", "--repeats", "1", "--yes")
-# Ranks whose network is cut are given up soon.
-SSH = "-o ControlMaster=auto -o ControlPersist=120s -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
+# A rank whose network is cut is given up soon; not over connections that others keep open more patiently.
+SSH = {
+    "ANSIBLE_TIMEOUT": "4",
+    "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=2m -o ServerAliveInterval=1 -o ServerAliveCountMax=3",
+    "ANSIBLE_SSH_CONTROL_PATH": "%(directory)s/fault-%%C",
+}
 MEMINFO = "/run/k3-fault-meminfo"
 HEAD_SINCE = "systemctl show --property=MainPID,ActiveEnterTimestampMonotonic llama-production.service"
 
@@ -90,7 +94,7 @@ class Rig:
         who = controller or self.controller
         tasks = who.place / f"tasks-{time.monotonic_ns()}.log"
         tasks.touch()
-        settings = {"ANSIBLE_LOG_PATH": str(tasks), "ANSIBLE_TIMEOUT": "4", "ANSIBLE_SSH_ARGS": SSH}
+        settings = {"ANSIBLE_LOG_PATH": str(tasks), **SSH}
         program = [sys.executable, str(ROOT / "tests" / "applyfrom.py"), playbook, json.dumps(dict(extra or {}))]
         with who.ongoing(*(arguments or APPLY), program=program, settings=settings) as going:
             yield Applying(going, tasks, who)

@@ -408,7 +408,8 @@ def test_at_the_deadline_a_worker_rank_stops_everything_of_the_candidate_and_is_
     ]
     assert watching.step(1.1) is False
     assert not (rank.state / "guard.json").exists()
-    assert "disable k3-candidate-guard.service" in rank.said.read_text()
+    said = rank.said.read_text()
+    assert "disable k3-candidate-guard.service" in said and "stop --no-block k3-candidate.target" in said
 
 
 def test_at_the_deadline_the_head_brings_production_back_and_tries_again_until_it_is(rank: Rank) -> None:

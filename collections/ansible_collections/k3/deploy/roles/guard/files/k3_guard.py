@@ -25,6 +25,7 @@ RETRY_S = 30.0
 DISABLE_S = 10.0
 MAX_ROWS = 1800
 UNIT = "k3-candidate-guard.service"
+TARGET = "k3-candidate.target"  # of which all servers of a candidate are part
 PREFIX = "k3-candidate-"
 SERVERS = ("k3-candidate-worker@", "k3-candidate-head@")
 FIELDS = (b"MemAvailable:", b"MemFree:", b"CmaFree:", b"\nCached:")
@@ -446,11 +447,13 @@ class Guard:
         return status == 0
 
     def disarm(self):
-        """The window is over and all is done: nothing to guard, now or after a reboot."""
-        child, end = spawn(["systemctl", "disable", UNIT]), time.monotonic() + DISABLE_S
+        """The window is over and all is done: nothing of a candidate stays active, nothing to guard, now or after a reboot."""
+        children = {spawn(["systemctl", "disable", UNIT]), spawn(["systemctl", "stop", "--no-block", TARGET])} - {None}
+        end = time.monotonic() + DISABLE_S
         # The service's end takes its children with it.
-        while child and child not in reap() and time.monotonic() < end:
+        while children and time.monotonic() < end:
             time.sleep(0.05)
+            children -= reap().keys()
         os.unlink(self.path)
 
 
