@@ -180,3 +180,24 @@ def measure(folder: Path, made: Cluster, **changes: Any) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     assert (process.returncode == 0) == (result["error"] is None)
     return result
+
+
+def undisturbed() -> tuple[str, ...]:
+    """What makes a program run before all others; nothing where that is not allowed."""
+    front = ("chrt", "--rr", "1")
+    try:
+        return front if subprocess.run([*front, "true"], capture_output=True).returncode == 0 else ()
+    except OSError:
+        return ()
+
+
+def llama_bench(llama: Llama, at: Workers, *flags: str) -> list[dict[str, Any]]:
+    """What llama-bench says of prefill with the settings of ``head``; it warms up with the sizes that it measures."""
+    devices = "/".join(f"RPC{number}" for number in range(len(at.endpoints)))
+    argv = [*llama.argv("llama-bench"), "-m", str(model_path()), *at.flags, "-dev", devices]
+    argv += ["-ts", "/".join("1" for _ in at.endpoints), "-ngl", "99", "-b", "2048", "-t", "1"]
+    argv += ["-fa", "on", "-ctk", "f16", "-ctv", "f16", "-n", "0", "-o", "json", *flags]
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr[-2000:]
+    rows: list[dict[str, Any]] = json.loads(said.stdout)
+    return rows

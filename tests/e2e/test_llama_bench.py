@@ -8,23 +8,18 @@ the time that a test may take, the machine is too restless to tell and the test 
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
-from labkit import built_releases, lab_build
-from llamakit import Llama, Workers, head, llama_of, measure, model_path, workers
+from llamakit import Llama, Workers, head, llama_bench, measure, workers
 
 from k3deploy import stats
 from k3deploy.facts import Cell
-from k3deploy.lab.cluster import Lab
 
 SIZES = (512, 2048)
 REPEATS = 2
@@ -53,24 +48,6 @@ def test_noise_is_told_from_a_disagreement(ratio: float, spread: float, found: F
     assert judge([math.log(ratio) + luck.gauss(0, spread) for _ in range(8)]) == found
 
 
-def undisturbed() -> tuple[str, ...]:
-    """What makes a program run before all others; nothing where that is not allowed."""
-    front = ("chrt", "--rr", "1")
-    try:
-        return front if subprocess.run([*front, "true"], capture_output=True).returncode == 0 else ()
-    except OSError:
-        return ()
-
-
-@pytest.fixture(scope="module")
-def with_bench(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    """The lab's build with llama-bench beside the server; all else of it comes out of the compiler's cache."""
-    name, spec = lab_build()
-    more = spec.model_copy(update={"targets": [*spec.targets, "llama-bench"]})
-    made = llama_of(lab, built_releases(lab, {name: more})[name], tmp_path_factory.mktemp("libraries"))
-    return replace(made, front=undisturbed())
-
-
 def ours(llama: Llama, folder: Path, at: Workers) -> dict[int, float]:
     """{prompt size: median of the logarithms of tokens per second}, by the harness."""
     cells = [{"cell": f"pp{size}", "state": "cold", "n_prompt": size, "n_predict": 1} for size in SIZES]
@@ -86,13 +63,8 @@ def ours(llama: Llama, folder: Path, at: Workers) -> dict[int, float]:
 
 def theirs(llama: Llama, at: Workers) -> dict[int, float]:
     """The same by llama-bench, which warms up with the same sizes."""
-    devices = "/".join(f"RPC{number}" for number in range(len(at.endpoints)))
-    argv = [*llama.argv("llama-bench"), "-m", str(model_path()), *at.flags, "-dev", devices]
-    argv += ["-ts", "/".join("1" for _ in at.endpoints), "-ngl", "99", "-b", "2048", "-ub", "512", "-t", "1"]
-    argv += ["-fa", "on", "-ctk", "f16", "-ctv", "f16", "-n", "0", "-p", ",".join(map(str, SIZES))]
-    said = subprocess.run([*argv, "-r", str(REPEATS), "-o", "json"], capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0, said.stderr[-2000:]
-    return {row["n_prompt"]: stats.median_log(row["samples_ts"]) or 0.0 for row in json.loads(said.stdout)}
+    rows = llama_bench(llama, at, "-ub", "512", "-p", ",".join(map(str, SIZES)), "-r", str(REPEATS))
+    return {row["n_prompt"]: stats.median_log(row["samples_ts"]) or 0.0 for row in rows}
 
 
 @pytest.mark.lab
