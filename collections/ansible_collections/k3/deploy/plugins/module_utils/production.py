@@ -40,9 +40,16 @@ def path_of(root, name="window.json"):
 
 
 @contextlib.contextmanager
-def locked(root):
-    """What looks at the window and acts on it does so under this lock, so that nobody acts on a window that is just closing."""
-    os.makedirs(os.path.join(root, "state"), exist_ok=True)
+def locked(root, taking=False):
+    """What looks at the window and acts on it does so under this lock, so that nobody acts on a window that is just closing.
+
+    Where nothing of k3deploy is on the rank there is no window and nothing is written, but by who is ``taking`` one.
+    """
+    if taking:
+        os.makedirs(os.path.join(root, "state"), exist_ok=True)
+    elif not os.path.isdir(os.path.join(root, "state")):
+        yield
+        return
     with open(path_of(root, "window.lock"), "w", encoding="ascii") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

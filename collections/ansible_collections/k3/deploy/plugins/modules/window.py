@@ -136,7 +136,7 @@ class Window:
 
     def hold(self):
         """Take the window, extend one's own, join one's own hand work, or take over from a holder whose name was given."""
-        with window_of.locked(self.root) if not self.module.check_mode else contextlib.nullcontext():
+        with window_of.locked(self.root, taking=True) if not self.module.check_mode else contextlib.nullcontext():
             before = window_of.read_window(self.root)
             self.refuse_others(before)
             if self.module.check_mode and not before:
