@@ -92,11 +92,11 @@ def test_kill_of_the_head(fault: Fault) -> None:
 def test_memory_floor(fault: Fault, least: str) -> None:
     fault.rig.controller.everywhere(f"cp /proc/meminfo {MEMINFO}")
     low = f"sed -i 's/^MemAvailable:.*/MemAvailable: 1024000 kB/' {MEMINFO}"
-    broken = break_in(fault, "rank2", low, k3_guard={"meminfo": MEMINFO})
+    broken = break_in(fault, "rank1", low, k3_guard={"meminfo": MEMINFO})
     assert broken.code == 1, broken.said  # the run ended early; its verdict is REJECT
-    assert broken.record["ranks"]["rank2"]["memory"][least] == 1000
+    assert broken.record["ranks"]["rank1"]["memory"][least] == 1000
     fault.holds(
-        broken.code, broken.said, "memory floor crossed on rank2: 1000 MiB", "candidate stopped by the guard", "REJECT"
+        broken.code, broken.said, "memory floor crossed on rank1: 1000 MiB", "candidate stopped by the guard", "REJECT"
     )
 
 
@@ -106,11 +106,11 @@ def test_memory_floor(fault: Fault, least: str) -> None:
 @pytest.mark.fault("a worker that ignores SIGTERM", "stop")
 def test_a_deaf_worker(fault: Fault) -> None:
     rig = fault.rig
-    with rig.deaf("rank3", "k3-candidate-worker@F1.service"):
+    with rig.deaf("rank1", "k3-candidate-worker@F1.service"):
         going = rig.apply("measure", extra=rig.one_block())
     (record,) = going.records().values()
-    killed = json.dumps({"rank3 killed": record["ranks"]["rank3"]["killed"]})
-    fault.holds(going.code, killed, '{"rank3 killed": ["k3-candidate-worker@F1.service"]}')
+    killed = json.dumps({"rank1 killed": record["ranks"]["rank1"]["killed"]})
+    fault.holds(going.code, killed, '{"rank1 killed": ["k3-candidate-worker@F1.service"]}')
 
 
 @pytest.mark.fault("the candidate's worker port is taken", "preflight")

@@ -48,7 +48,7 @@ def test_before_the_window(fault: Fault, phase: str, task: str) -> None:
     rig = fault.rig
     half_written = phase == "install" and task
     if half_written:
-        rig.controller.on("rank3", "rm -r $(readlink -f /opt/k3deploy/candidates/F1/release)")
+        rig.controller.on("rank1", "rm -r $(readlink -f /opt/k3deploy/candidates/F1/release)")
     with rig.applying() as going:
         said = killed(going, phase, task)
     if half_written:

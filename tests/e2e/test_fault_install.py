@@ -55,12 +55,12 @@ def refused(fault: Fault, extra: dict[str, Any], *words: str) -> None:
 def test_full_disk(fault: Fault) -> None:
     with (
         build(fault.rig, "head -c 3000000 /dev/urandom > llama-server") as extra,
-        fault.rig.mounted("rank2", f"-t tmpfs -o size=1m,mode=755 none {RELEASES}", RELEASES),
+        fault.rig.mounted("rank1", f"-t tmpfs -o size=1m,mode=755 none {RELEASES}", RELEASES),
     ):
         refused(
             fault,
             extra,
-            "rank2: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
+            "rank1: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
             "No space left on device",
         )
 
@@ -69,12 +69,12 @@ def test_full_disk(fault: Fault) -> None:
 def test_read_only_target(fault: Fault) -> None:
     with (
         build(fault.rig, "echo program > llama-server") as extra,
-        fault.rig.mounted("rank2", f"-o bind,ro {RELEASES} {RELEASES}", RELEASES),
+        fault.rig.mounted("rank1", f"-o bind,ro {RELEASES} {RELEASES}", RELEASES),
     ):
         refused(
             fault,
             extra,
-            "rank2: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
+            "rank1: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
             "Read-only file system",
         )
 
@@ -105,12 +105,12 @@ def test_missing_library(fault: Fault) -> None:
 def test_damaged_after_install(fault: Fault) -> None:
     rig = fault.rig
     program = "/opt/k3deploy/candidates/F1/release/bin/ggml-rpc-server"
-    whole = rig.controller.on("rank2", f"sha256sum {program}")
-    rig.controller.on("rank2", f"printf X | dd of={program} bs=1 seek=4096 conv=notrunc status=none")
-    assert rig.controller.on("rank2", f"sha256sum {program}") != whole
+    whole = rig.controller.on("rank1", f"sha256sum {program}")
+    rig.controller.on("rank1", f"printf X | dd of={program} bs=1 seek=4096 conv=notrunc status=none")
+    assert rig.controller.on("rank1", f"sha256sum {program}") != whole
     said = rig.install()
-    assert rig.controller.on("rank2", f"sha256sum {program}") == whole
-    fault.holds(0, said, "changed: [rank2]")
+    assert rig.controller.on("rank1", f"sha256sum {program}") == whole
+    fault.holds(0, said, "changed: [rank1]")
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

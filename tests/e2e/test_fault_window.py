@@ -38,13 +38,14 @@ def test_deadline_with_nobody_there(fault: Fault) -> None:
         moved = rig.controller.ansible("ansible-playbook", "-i", str(rig.controller.inventory), *near)
         assert moved.returncode == 0, moved.stdout
         going.kill()
-    rig.until("rank0", "test ! -e /opt/k3deploy/state/guard.json")
+    for rank in RANKS:  # each by its own clock
+        rig.until(rank, "[ -z \"$(systemctl list-units --plain --no-legend --state=active 'k3-candidate*')\" ]")
     ended, last = rig.state("guard-deadline"), rig.state("window-last")
     assert last["run_id"] == ended["run_id"] == going.run.name
     said = (
         f"rank0 stopped {', '.join(ended['stopped'])}; production's proof: as_recorded {last['proof']['as_recorded']}"
     )
-    fault.holds("killed", said, "k3-candidate-head@F1.service", "as_recorded True")
+    fault.holds("killed", said, "rank0 stopped k3-candidate", "as_recorded True")
 
 
 @pytest.mark.fault("a rank reboots", "prefill")
@@ -52,56 +53,63 @@ def test_rank_reboots(fault: Fault) -> None:
     rig = fault.rig
     with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
         going.until_measuring("pp256")
-        rig.controller.reboot("rank2")
+        rig.controller.reboot("rank1")
         # The container has another hardware address now, and the others would look for it at the old one for a minute.
         rig.controller.everywhere("ip neigh flush all")
         going.wait()
     assert going.code in (1, 21), going.said
     code, words = rig.rollback()
     assert code == 0, words
-    fault.holds(going.code, going.said, "k3-candidate-bench: ", rebooted="rank2")
+    fault.holds(going.code, going.said, "k3-candidate-bench: ", rebooted="rank1")
 
 
-def lost(where: str, playbook: str, rank: str, task: str, code: int, words: str) -> object:
+def lost(where: str, playbook: str, rank: str, task: str, code: int) -> object:
     mark = pytest.mark.fault("a rank cannot be reached", where)
-    return pytest.param(playbook, rank, task, code, words, marks=mark, id=where)
+    return pytest.param(playbook, rank, task, code, marks=mark, id=where)
 
 
 @pytest.mark.parametrize(
-    ("playbook", "rank", "task", "code", "words"),
+    ("playbook", "rank", "task", "code"),
     [
-        lost("preflight", "preflight", "rank3", "", 4, "answers neither ping nor ssh"),
-        lost("build", "build", "rank0", "", 1, "answers neither ping nor ssh"),
-        lost("install", "install", "rank3", "Make the candidate directories", 1, "rank3: "),
-        lost("window", "measure", "rank3", "arm each rank's guard", 21, "rank3 was not reached"),
-        lost("prefill", "measure", "rank3", "measuring", 21, "rank3 was not reached"),
-        lost("close", "measure", "rank3", "Close | stop the candidate", 21, "rank3 was not reached"),
+        lost("preflight", "preflight", "rank1", "", 4),
+        lost("build", "build", "rank0", "", 1),
+        lost("install", "install", "rank1", "Make the candidate directories", 1),
+        lost("window", "measure", "rank1", "arm each rank's guard", 1),
+        lost("prefill", "measure", "rank1", "measuring", 1),
+        lost("close", "measure", "rank1", "Close | stop the candidate", 21),
     ],
 )
-def test_unreachable_rank(fault: Fault, playbook: str, rank: str, task: str, code: int, words: str) -> None:
+def test_unreachable_rank(fault: Fault, playbook: str, rank: str, task: str, code: int) -> None:
+    """Production spans all ranks: it cannot be back before the network is."""
     rig = fault.rig
-    extra = {"install_manifests": rig.manifests()} if playbook == "install" else rig.one_block("pp256", 900, 1, 40)
+    measured = rig.one_block("pp256", 900, 1, 40 if task == "measuring" else 1)
+    extra = {"install_manifests": rig.manifests()} if playbook == "install" else measured
     with rig.applying(playbook, extra=extra) as going:
         if task == "measuring":
             going.until_measuring("pp256")
         elif task:
             going.until_task(task)
         with rig.cut_off(rank):
-            going.wait()
+            if playbook == "measure":
+                going.until_task("Close | bring production back")
+            else:
+                going.wait()
+        going.wait()
     assert going.code == code, going.said
-    again = ""
     if code == 21:
-        done, said = rig.rollback()
-        assert done == 0, said
-        again = ", then 0"
-    fault.holds(f"{code}{again}", going.said, words)
+        again, said = rig.rollback()
+        assert again == 0, said
+        fault.holds("21, then 0", going.said, f"{rank} was not reached")
+    else:
+        fault.holds(code, going.said, f"{rank}: ", "ssh: connect to host")
 
 
 @pytest.mark.fault(f"{RACERS} operators at once", "window")
 def test_many_operators_at_once(fault: Fault) -> None:
     rig = fault.rig
     head = rig.controller.lab.config.ranks[0].address
-    racers = {f"racer{number:02d}": {"ansible_host": head} for number in range(RACERS)}
+    # sshd takes no twenty at a time: who is turned away knocks again.
+    racers = {f"racer{number:02d}": {"ansible_host": head, "ansible_ssh_retries": 30} for number in range(RACERS)}
     place = rig.controller.place / "race"
     place.mkdir()
     (place / "racers.yml").write_text(yaml.safe_dump({"all": {"children": {"racers": {"hosts": racers}}}}))
@@ -113,6 +121,7 @@ def test_many_operators_at_once(fault: Fault) -> None:
     refused = done.stdout.count(f"LOCKED: the maintenance window is held by {window['owner']}")
     code, words = rig.rollback()
     assert code == 0, words
+    assert (won, refused) == (1, RACERS - 1), done.stdout
     said = f"{won} won, {refused} were told: the maintenance window is held by {window['owner']}"
     fault.holds("1 holds it", said, f"1 won, {RACERS - 1} were told")
 
@@ -141,7 +150,7 @@ def test_clock_off_by_an_hour(fault: Fault) -> None:
     rig.controller.everywhere("rm -f /opt/k3deploy/state/guard-deadline.json")
     opened = rig.controller.k3deploy("window", "open", "--yes", "--deadline", "10m")
     assert opened.returncode == 0, opened.stderr
-    clocks = {"rank1": 3600, "rank2": -3600}
+    clocks = {"rank0": -3600, "rank1": 3600}
     said = {rank: rig.controller.on(rank, CLOCK.format(seconds=seconds)) for rank, seconds in clocks.items()}
     code, words = rig.rollback()
     assert code == 0, words
@@ -158,10 +167,10 @@ def test_inventory_that_lost_a_rank(fault: Fault) -> None:
     with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
         going.until_measuring("pp256")
         going.kill()
-    done = rig.controller.without("rank3").k3deploy("rollback")
+    done = rig.controller.without("rank1").k3deploy("rollback")
     assert done.returncode == 21, done.stderr
     left = rig.controller.candidate()
-    assert "k3-candidate-worker@F1.service" in left["rank3"] and not any(left[rank] for rank in RANKS[:3]), left
+    assert "k3-candidate-worker@F1.service" in left["rank1"] and not left["rank0"], left
     code, words = rig.rollback()
     assert code == 0, words
-    fault.holds("21, then 0", done.stderr, "rank3 (", "took part in the window and is not in this inventory")
+    fault.holds("21, then 0", done.stderr, "rank1 (", "took part in the window and is not in this inventory")
