@@ -39,6 +39,7 @@ _SETUP = """\
 set -eu
 : > /etc/machine-id
 echo k3rdma > /etc/hostname
+echo "127.0.0.1 localhost k3rdma" > /etc/hosts
 rm -f /etc/ssh/ssh_host_* /var/lib/dbus/machine-id
 modules=virtio_pci,virtio_blk,ext4
 mktirfs -o /boot/initrd --auto-modules=no --microcode=no --include-modules=$modules "$(ls /lib/modules)"
@@ -161,6 +162,8 @@ def made_once(final: Path) -> Iterator[Path | None]:
         if final.exists():
             yield None
             return
+        for leftover in final.parent.glob(f".{final.name}-*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
         try:
             yield unfinished

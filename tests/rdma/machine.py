@@ -207,7 +207,9 @@ class Machine:
         self.ssh_config.write_text(
             f"Host machine\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentitiesOnly yes\n"
             f"  IdentityFile {self.disk.private_key}\n  UserKnownHostsFile {self.place / 'known_hosts'}\n"
-            "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 10\n"
+            "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n"
+            # One key exchange of the newest kind takes this processor seconds, and on busy cores a minute.
+            "  ConnectTimeout 120\n  KexAlgorithms curve25519-sha256\n"
             f"  LogLevel ERROR\n  ControlMaster auto\n  ControlPath {self.place / 'cm'}\n  ControlPersist 600\n"
         )
 
@@ -216,7 +218,7 @@ class Machine:
         while True:
             self._alive()
             try:
-                if run([*self.ssh, "true"], check=False, timeout_s=20).returncode == 0:
+                if run([*self.ssh, "true"], check=False, timeout_s=150).returncode == 0:
                     return
             except K3Error:
                 pass  # no answer yet

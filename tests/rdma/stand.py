@@ -79,13 +79,14 @@ def prepare(root: Sequence[str], progress: Callable[[str], None]) -> Stand:
     releases = ensure_builds(progress)
     model = ensure_model(cache_dir() / "models", replace(SPECS["tiny"], name="rdma", n_layer=8), 7, "q8_0")
     layer = run_layer(releases, model)
-    final = place / f"applied-{digest(disk.folder.name, hardware_key(), layer, _recipe(), sorted(_ids(releases)))}"
+    # Inside of the disk's folder: without the disk below it, it is nothing.
+    final = disk.folder / f"applied-{digest(hardware_key(), layer, _recipe(), sorted(_ids(releases)))}"
     with made_once(final) as folder:
         if folder is not None:
             _apply(folder, disk, releases, model, layer, progress)
-    final.touch()
-    disk.folder.touch()
-    _drop_old(place)
+    for kept, kind in ((final, "applied-*"), (disk.folder, "disk-*")):
+        kept.touch()
+        _drop_old(kept.parent, kind)
     return Stand(disk, Frozen(final), layer)
 
 
@@ -186,7 +187,17 @@ def _apply(
 def play(playbook: Path, machines: Mapping[str, Machine], layer: Mapping[str, Any], place: Path) -> None:
     """Run a playbook against machines by their names in the inventory, with the project's own settings of Ansible."""
     inventory = place / "inventory.yml"
-    ways = {name: {"ansible_ssh_common_args": f"-F {machine.ssh_config}"} for name, machine in machines.items()}
+    ways = {
+        name: {
+            "ansible_ssh_common_args": f"-F {at.ssh_config}",
+            # Apart: Ansible names control sockets by host, and every machine is called the same.
+            "ansible_control_path_dir": str(at.place),
+            # A machine on busy cores may take minutes to answer what asks whether it is alive.
+            "ansible_ssh_args": "-o ControlMaster=auto -o ControlPersist=600s",
+            "ansible_become": False,  # root already, and sudo costs this processor half a second
+        }
+        for name, at in machines.items()
+    }
     write_json(inventory, layer)  # JSON is YAML
     write_json(place / "ways.yml", {"all": {"hosts": ways}})
     with pytest.MonkeyPatch.context() as environment:
@@ -196,9 +207,8 @@ def play(playbook: Path, machines: Mapping[str, Machine], layer: Mapping[str, An
     assert result.ok, "\n".join(str(failure) for failure in [*result.unreachable, *result.failures])
 
 
-def _drop_old(place: Path) -> None:
-    """Remove disks and frozen machines but the newest few; one that still runs keeps its open files."""
-    for kind in ("disk-*", "applied-*"):
-        made = sorted(place.glob(kind), key=lambda folder: folder.stat().st_mtime)
-        for folder in made[:-_KEPT]:
-            shutil.rmtree(folder, ignore_errors=True)
+def _drop_old(place: Path, kind: str) -> None:
+    """Remove all but the newest few; a machine that still runs keeps its open files."""
+    made = sorted(place.glob(kind), key=lambda folder: folder.stat().st_mtime)
+    for folder in made[:-_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
