@@ -26,6 +26,7 @@ ALLOWED = {
     "guard": ("/root/.ssh/authorized_keys", "/etc/resolv.conf"),  # the lab writes them when it starts the rank that was rebooted
     "install": (*ACCOUNTS, *COMPILER_CACHE),
     "lab_production": (*ACCOUNTS, *PRODUCTION),
+    "verify": (*ACCOUNTS, *COMPILER_CACHE),
 }
 
 

@@ -116,7 +116,12 @@ class Verification:
                         if timed:
                             times.setdefault(case, ([], []))[on].append(float(timed[1]))
         found = [
-            {"case": case, "off_us": statistics.median(off), "on_us": statistics.median(on), "speedup": statistics.median(off) / statistics.median(on)}
+            {
+                "case": case,
+                "off_us": statistics.median(off),
+                "on_us": statistics.median(on),
+                "speedup": statistics.median(off) / statistics.median(on),
+            }
             for case, (off, on) in times.items()
             if off and on
         ]
