@@ -24,11 +24,12 @@ demo: venv
 	k3deploy apply candidate-U2 --inventory inventory/lab --yes || { rc=$$?; [ $$rc -eq 10 ] || [ $$rc -eq 11 ] || exit $$rc; }
 
 test: venv
-	@scripts/test.sh --ignore tests/rdma -m 'not fault'
+	@scripts/test.sh --ignore tests/rdma --ignore tests/lint/test_faults_doc.py -m 'not fault'
 
 # What takes longest: the table of injected faults (docs/faults.md), and the emulated machine in which RDMA activates.
 test-long: venv
 	@scripts/test.sh -m fault tests/e2e
+	pytest -q tests/lint/test_faults_doc.py
 	@scripts/test.sh tests/rdma
 
 lint: venv

@@ -118,5 +118,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def updated(document: str, found: Iterable[Row]) -> str:
     """The document with these rows in it; what a run did not try stays as it was seen last."""
     lines = dict(zip(cases_in(document), table(document), strict=True))
-    lines.update({(row.name, row.where): row.markdown() for row in found})
+    lines.update({(row.name, row.where): row.markdown() for row in found if row.exit})
     return HEADER + "".join(f"{line}\n" for _, line in sorted(lines.items()))
