@@ -46,6 +46,7 @@ if os.getppid() != {parent}:
     sys.exit(1)  # the parent was gone before the request
 os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 """
+_KILLED = 137  # as a shell says it of SIGKILL
 # Actions that Ansible settles on the controller: they cost no exchange with a rank.
 _CONTROLLER_ACTIONS = frozenset(
     (
@@ -139,7 +140,8 @@ def run_playbook(
                 quiet=True,
             )
             interrupted = interrupt.asked
-            if interrupted or runner.status == "timeout":
+            killed = runner.rc is None  # ended by a signal, ansible-runner knows no status
+            if interrupted or killed or runner.status == "timeout":
                 _kill_marked(marker)
             output = (Path(runner.config.artifact_dir) / "stdout").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -150,8 +152,11 @@ def run_playbook(
         tally.result.failures.append(HostFailure("controller", playbook.name, f"{error.strerror}{place}"))
         return tally.result
     result = tally.result
-    result.rc = int(runner.rc)
-    result.status = _status(runner.status, runner.rc, interrupted)
+    result.rc = _KILLED if killed else int(runner.rc)
+    result.status = _status(runner.status, result.rc, interrupted)
+    if killed and not interrupted:
+        # The caller hears of it as of any failure, and brings back what must be.
+        result.failures.append(HostFailure("controller", playbook.name, "ansible-playbook was killed by a signal"))
     if not result.ok and result.status == "failed" and not result.failures and not result.unreachable:
         # Ansible refused before any task: an inventory, a role or the playbook itself does not parse.
         result.failures.append(HostFailure("controller", playbook.name, mask_text(_last_lines(output), secrets)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -255,6 +257,24 @@ def test_cancel_ends_the_playbook_and_leaves_no_process_behind(play: Play) -> No
     assert result.status == "canceled"
     assert time.monotonic() - started < 15
     assert not [line for line in _command_lines() if "sleep\0" + "47.11" in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_ansible_that_somebody_kills_is_a_failure_and_leaves_no_process_behind(play: Play, number: int) -> None:
+    """Not an internal error: the caller must come to the point where production is brought back."""
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "runner_on_start":
+            for entry in Path("/proc").iterdir():
+                with contextlib.suppress(OSError):
+                    words = (entry / "cmdline").read_bytes()
+                    if entry.name.isdigit() and b"ansible-playbook" in words and str(play.folder).encode() in words:
+                        os.kill(int(entry.name), number)
+
+    result = play("- name: Long\n  ansible.builtin.command: sleep 50.11\n", on_event=on_event)
+    assert result.status == "failed" and result.rc != 0
+    assert "killed by a signal" in str(result.failures[0])
+    assert not [line for line in _command_lines() if "sleep\0" + "50.11" in line]
 
 
 def test_timeout_is_told_apart_from_cancel(play: Play) -> None:
