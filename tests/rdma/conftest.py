@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
 from fabric import Fabric
-from machine import Machine
+from machine import Machine, scratch
 from stand import Stand, install_tools, prepare
 
 from k3deploy.errors import K3Error
@@ -39,8 +39,11 @@ def fabric(stand: Stand) -> Iterator[Fabric]:
 @pytest.fixture
 def pair(stand: Stand) -> Iterator[tuple[Machine, Machine]]:
     """Two machines whose fabrics are joined by a cable."""
-    with tempfile.TemporaryDirectory(prefix="k3rdma-") as wires:
-        near, far = Path(wires, "0"), Path(wires, "1")
+    wires = scratch()
+    near, far = wires / "0", wires / "1"
+    try:
         with stand.wake((near, far)) as first, stand.wake((far, near)) as second:
             second.sh("machine-network 1")
             yield first, second
+    finally:
+        shutil.rmtree(wires)

@@ -7,6 +7,7 @@ on all.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -28,6 +29,15 @@ _BOOT_S = 180.0
 # Fixed: a frozen machine only wakes in the same hardware. A model number newer than any QEMU in use would not start.
 _HARDWARE = ("-M", "pc-q35-7.2", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", str(_MEMORY_MIB))
 _KERNEL = "console=ttyS0 root=/dev/vda rw net.ifnames=0 mitigations=off nokaslr random.trust_cpu=on nowatchdog quiet"
+
+
+def scratch() -> Path:
+    """A new directory with a short path, for sockets. Removes those of processes that were killed."""
+    base = Path(tempfile.gettempdir())
+    for left in base.glob("k3rdma-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"k3rdma-{os.getpid()}-", dir=base))
 
 
 def qemu_version() -> str:
@@ -75,7 +85,7 @@ class Machine:
         name: str = "machine",
     ) -> None:
         self.disk = disk
-        self.place = Path(tempfile.mkdtemp(prefix="k3rdma-"))  # short: it holds sockets
+        self.place = scratch()
         self.name = name
         self._wake = wake
         self._process: subprocess.Popen[bytes] | None = None

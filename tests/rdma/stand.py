@@ -1,4 +1,7 @@
-"""What a test machine is made of, and the machine with the project's roles applied to it, ready to wake."""
+"""What a test machine is made of, and the machine with the project's roles applied to it, ready to wake.
+
+``python tests/rdma/stand.py`` wakes one, opens a shell on it, and ends it with the shell.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import hashlib
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cases
 import pytest
@@ -212,3 +219,15 @@ def _drop_old(place: Path, kind: str) -> None:
     made = sorted(place.glob(kind), key=lambda folder: folder.stat().st_mtime)
     for folder in made[:-_KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    with prepare(install_tools(say), say).wake() as machine:
+        return subprocess.run(machine.ssh, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
