@@ -8,7 +8,7 @@ Brings the lab up with a tiny model and production, calibrates it, and applies r
 
 again    the baseline against itself, many times: none may be an ACCEPT
 threads  workers with one thread instead of two: REJECT
-link     one rank whose link carries 8 Mbit/s (a token bucket, which every kernel has): REJECT
+link     one rank whose link carries 64 Mbit/s (a token bucket, which every kernel has): REJECT
 faster   workers with two threads, compared with a baseline of one: ACCEPT
 
 Beside each effect stands a direct measurement of the same two command lines: started by hand on the ranks, asked
@@ -47,7 +47,7 @@ from k3deploy.lab.cluster import Lab
 
 CELL, SIZE = "pp512", 512
 SLOW_RANK = "rank1"
-LIMIT = "tc qdisc replace dev eth0 root tbf rate 8mbit burst 32k latency 2s"
+LIMIT = "tc qdisc replace dev eth0 root tbf rate 64mbit burst 32k latency 2s"
 FREE = "tc qdisc del dev eth0 root"
 # Candidates run before everything else: four ranks share the machine with whatever else it does.
 FIRST = {"CPUSchedulingPolicy": "rr", "CPUSchedulingPriority": "1"}
@@ -77,7 +77,7 @@ class Case:
 CASES = [
     Case("again", {"title": "the baseline itself"}, "not ACCEPT"),
     Case("threads", {"title": "one thread a worker", "set": {"worker_threads": 1}}, "REJECT"),
-    Case("link", {"title": f"{SLOW_RANK} behind 8 Mbit/s"}, "REJECT", link=True),
+    Case("link", {"title": f"{SLOW_RANK} behind 64 Mbit/s"}, "REJECT", link=True),
     Case(
         "faster",
         {"title": "two threads a worker", "set": {"worker_threads": 2}, "against": {"worker_threads": 1}},
