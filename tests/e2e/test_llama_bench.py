@@ -22,9 +22,9 @@ from k3deploy import stats
 from k3deploy.facts import Cell
 
 SIZES = (512, 2048)
-REPEATS = 2
+REPEATS = 3
 WITHIN = math.log(1.03)
-ROUNDS = (4, 12)  # at least, at most
+ROUNDS = (4, 16)  # at least, at most
 TIME_S = 75.0
 
 Finding = Literal["agree", "disagree", "unclear"]
