@@ -82,11 +82,9 @@ class Machine:
         *,
         wake: Frozen | None = None,
         fabric: tuple[Path, Path] | None = None,
-        name: str = "machine",
     ) -> None:
         self.disk = disk
         self.place = scratch()
-        self.name = name
         self._wake = wake
         self._process: subprocess.Popen[bytes] | None = None
         self._monitor: Monitor | None = None
@@ -193,11 +191,6 @@ class Machine:
         """Unpack a compressed tar archive in ``folder``."""
         command = f"mkdir -p {folder} && tar --extract --gzip --directory {folder}"
         subprocess.run([*self.ssh, command], input=archive, check=True, timeout=120)
-
-    def cable(self, nic: int, *, connected: bool) -> None:
-        """Plug the cable of eth<nic> in or out."""
-        assert self._monitor is not None
-        self._monitor.ask("set_link", name=f"nic{nic}", up=connected)
 
     def _alive(self) -> None:
         if self._process is None or self._process.poll() is not None:

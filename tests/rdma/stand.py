@@ -87,7 +87,7 @@ def prepare(root: Sequence[str], progress: Callable[[str], None]) -> Stand:
     model = ensure_model(cache_dir() / "models", replace(SPECS["tiny"], name="rdma", n_layer=8), 7, "q8_0")
     layer = run_layer(releases, model)
     # Inside of the disk's folder: without the disk below it, it is nothing.
-    final = disk.folder / f"applied-{digest(hardware_key(), layer, _recipe(), sorted(_ids(releases)))}"
+    final = disk.folder / f"applied-{digest(hardware_key(), layer, _recipe())}"
     with made_once(final) as folder:
         if folder is not None:
             _apply(folder, disk, releases, model, layer, progress)
@@ -95,10 +95,6 @@ def prepare(root: Sequence[str], progress: Callable[[str], None]) -> Stand:
         kept.touch()
         _drop_old(kept.parent, kind)
     return Stand(disk, Frozen(final), layer)
-
-
-def _ids(releases: Mapping[str, Release]) -> list[str]:
-    return [release.build_id for release in releases.values()]
 
 
 def ensure_builds(progress: Callable[[str], None]) -> dict[str, Release]:

@@ -52,12 +52,6 @@ def test_the_ports_do_not_move_when_tcp_carries(fabric: Fabric) -> None:
     assert packets(seen.links["after"]) == packets(seen.links["before"])
 
 
-def test_larger_chunks_make_larger_messages(fabric: Fabric) -> None:
-    """Of the same model, sent to one worker by a stock head and by one of 1 MiB x 63."""
-    stock, deep = (fabric.run(head).start["connections"][0]["message_bytes"] for head in (cases.ONE, cases.DEEP))
-    assert deep > stock * 1.2, (stock, deep)
-
-
 def test_the_tokens_are_the_same_whatever_carries_them(fabric: Fabric) -> None:
     answers = {head.slug: fabric.run(head).tokens for head in SERVING}
     assert len({tuple(tokens) for each in answers.values() for tokens in each}) == 1, answers
@@ -92,5 +86,6 @@ def test_a_link_that_goes_down_breaks_the_transfer_and_voids_the_block(fabric: F
     assert broken["ended"]["ActiveState"] == "failed"
     proof = fabric.prove(cases.ONE, fabric.run(cases.ONE).links["ready"], broken["after"])
     assert [item["result"] for item in proof["connections"]] == ["unknown"]
-    assert any("RDMA CQ wc error" in event for event in proof["events"]), proof["events"]
-    assert "head: link_downed of rxe1 grew by 1" in proof["events"]
+    # Which end sees the failed transfer first is a matter of the moment; both ports and the head's end are not.
+    assert {"head: link_downed of rxe1 grew by 1", "one-worker: link_downed of rxe1 grew by 1"} <= set(proof["events"])
+    assert "head, head: Remote RPC server crashed or returned malformed response" in proof["events"]
