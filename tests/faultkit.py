@@ -252,9 +252,10 @@ class Applying:
 
     def until_measuring(self, cell: str) -> None:
         """Wait until the harness asks the first prompt of a cell."""
-        self.until_task("Measure | run the harness")
         progress = "/opt/k3deploy/work/bench-progress.json"
-        begun = f"test {progress} -nt /opt/k3deploy/work/bench-request.json && grep -q '{cell} cold' {progress}"
+        self.controller.on("rank0", f"rm -f {progress}")  # of the run before
+        self.until_task("Measure | run the harness")
+        begun = f"grep -qs '{cell} cold' {progress}"
         self.controller.on("rank0", f"timeout 90 bash -c {shlex.quote(f'until {begun}; do sleep 0.05; done')}")
 
     def phases(self) -> list[dict[str, Any]]:

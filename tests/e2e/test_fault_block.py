@@ -46,8 +46,12 @@ def break_in(fault: Fault, rank: str, deed: str, **extra: object) -> Broken:
     "words",
     [
         pytest.param("rank0: Start the head", marks=pytest.mark.fault("kill -9 of a worker", "load"), id="load"),
-        pytest.param("k3-candidate-bench", marks=pytest.mark.fault("kill -9 of a worker", "prefill"), id="prefill"),
-        pytest.param("k3-candidate-bench", marks=pytest.mark.fault("kill -9 of a worker", "decode"), id="decode"),
+        pytest.param(
+            "k3-candidate-bench: pp256 cold: ", marks=pytest.mark.fault("kill -9 of a worker", "prefill"), id="prefill"
+        ),
+        pytest.param(
+            "k3-candidate-bench: tg100 cold: ", marks=pytest.mark.fault("kill -9 of a worker", "decode"), id="decode"
+        ),
     ],
 )
 def test_kill_of_a_worker(fault: Fault, words: str) -> None:
@@ -62,8 +66,12 @@ def test_kill_of_a_worker(fault: Fault, words: str) -> None:
         pytest.param(
             "not ready within its deadline", marks=pytest.mark.fault("SIGSTOP of a worker", "load"), id="load"
         ),
-        pytest.param("k3-candidate-bench", marks=pytest.mark.fault("SIGSTOP of a worker", "prefill"), id="prefill"),
-        pytest.param("k3-candidate-bench", marks=pytest.mark.fault("SIGSTOP of a worker", "decode"), id="decode"),
+        pytest.param(
+            "k3-candidate-bench: pp256 cold: ", marks=pytest.mark.fault("SIGSTOP of a worker", "prefill"), id="prefill"
+        ),
+        pytest.param(
+            "k3-candidate-bench: tg100 cold: ", marks=pytest.mark.fault("SIGSTOP of a worker", "decode"), id="decode"
+        ),
     ],
 )
 def test_stop_of_a_worker(fault: Fault, words: str) -> None:
@@ -76,7 +84,7 @@ def test_stop_of_a_worker(fault: Fault, words: str) -> None:
 def test_kill_of_the_head(fault: Fault) -> None:
     broken = break_in(fault, "rank0", "pkill -KILL -x llama-server -u k3deploy")
     assert broken.code == 1, broken.said
-    fault.holds(broken.code, broken.said, "k3-candidate-bench")
+    fault.holds(broken.code, broken.said, "k3-candidate-bench: pp256 cold: ")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
