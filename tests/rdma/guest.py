@@ -36,21 +36,6 @@ def running(unit):
     return lambda: pid != "0" and Path("/proc", pid).exists()
 
 
-def remember_gids():
-    """Read the tables of GIDs once for all calls: Soft-RoCE's have 1024 places each, seconds of this processor."""
-    kept = Path(__file__).with_name("gids.json")
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    read_table = rdma._gids
-
-    def once(port):
-        if port not in known:
-            known[port] = read_table(port)
-            kept.write_text(json.dumps(known))
-        return known[port]
-
-    rdma._gids = once
-
-
 @contextlib.contextmanager
 def one_moment():
     """What the kernel is asked in here is asked once: the ranks of this machine share it."""
@@ -177,7 +162,6 @@ def _sent():
 
 def main():
     command = sys.argv[1]
-    remember_gids()
     given = json.load(sys.stdin)
     if command == "complete":
         complete(sys.argv[2], *given)

@@ -20,10 +20,16 @@ _UNSET_GID = "0" * 32
 
 
 def _text(*parts):
-    """A sysfs file's text; an empty string where it is absent or the kernel refuses (an unset GID's attributes are EINVAL)."""
+    """A sysfs file's text; an empty string where it is absent or the kernel refuses (an unset GID's attributes are EINVAL).
+
+    Without Python's text files: a table of GIDs may have a thousand places, and each of them is a file.
+    """
     try:
-        with open(os.path.join(*parts), encoding="ascii", errors="replace") as raw:
-            return raw.read().strip()
+        handle = os.open(os.path.join(*parts), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(handle, 4096).decode("ascii", "replace").strip()
+        finally:
+            os.close(handle)
     except OSError:
         return ""
 
