@@ -27,6 +27,11 @@ class Rank:
     address: str
     is_builder: bool
 
+    @property
+    def mac(self) -> str:
+        """A locally administered hardware address, always the same: like a machine's, it outlives a reboot."""
+        return "02:4b:" + ":".join(f"{byte:02x}" for byte in ipaddress.IPv4Address(self.address).packed)
+
 
 @dataclass(frozen=True, slots=True)
 class LabConfig:

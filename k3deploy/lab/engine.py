@@ -226,7 +226,7 @@ class Engine:
         mounts = [part for volume in volumes for part in ("--volume", volume)]
         self.call(
             *("create", "--name", rank.container, "--hostname", rank.name),
-            *("--network", self.config.name, "--ip", rank.address),
+            *("--network", self.config.name, "--ip", rank.address, "--mac-address", rank.mac),
             *("--label", f"{LABEL}={self.config.name}", "--label", f"{RECIPE_LABEL}={recipe}"),
             *("--stop-signal", "SIGRTMIN+3"),
             *self._systemd_options(),

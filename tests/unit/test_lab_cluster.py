@@ -240,6 +240,7 @@ def test_a_rank_gets_the_capabilities_of_a_machines_root_but_never_the_hosts_dev
     assert "--device" not in argv
     assert {"SYS_ADMIN", "SYS_PTRACE", "SYS_RESOURCE"} < set(argv)
     assert argv[argv.index("--ip") + 1] == "10.77.53.11"
+    assert argv[argv.index("--mac-address") + 1] == "02:4b:0a:4d:35:0b"
 
 
 def test_a_capability_that_the_host_lacks_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
