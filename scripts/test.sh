@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests in two processes (what needs the lab, and the rest beside it), leave nothing behind whatever happens (pass, failure,
-# Ctrl-C, SIGTERM), and end with pytest's summary.
+# Run the tests in three processes (much of what a lab's tests do is waiting), leave nothing behind whatever happens (pass, failure, Ctrl-C,
+# SIGTERM), and end with pytest's summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export K3DEPLOY_LAB=${K3DEPLOY_LAB:-k3test}
@@ -15,7 +15,7 @@ cleanup() {
   trap '' INT TERM HUP
   # shellcheck disable=SC2046 # one word a process
   kill -KILL $(left_running) 2>/dev/null
-  for name in "$K3DEPLOY_LAB" k3mol k3doomed k3rdma; do
+  for name in "$K3DEPLOY_LAB"{,1,2} k3mol k3doomed k3rdma; do
     K3DEPLOY_LAB=$name k3deploy lab down >/dev/null 2>&1
   done
 }
@@ -31,6 +31,6 @@ if ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
   { $as_root apt-get update -qq && $as_root apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1
 fi
 
-setsid pytest -n 2 "$@" &
+setsid pytest -n 3 "$@" &
 child=$!
 wait "$child"

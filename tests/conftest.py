@@ -1,7 +1,7 @@
 """One lab for all tests that need one, with production on it; taken down at the end, always.
 
-``scripts/test.sh`` runs the tests in two processes: what needs a lab stays together, so that each lab is brought up
-once, and what needs none runs beside it.
+``scripts/test.sh`` runs the tests in several processes: what shares a lab stays together, so that each lab is brought
+up once, and what needs none runs beside it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from faulttable import (  # noqa: F401 (pytest finds its hooks here)
     pytest_runtest_makereport,
     pytest_terminal_summary,
 )
-from labkit import one_compiler
+from labkit import lab_named, one_compiler
 from xdist.scheduler import LoadScopeScheduling
 
 from k3deploy.lab.cluster import Lab
 
 ROOT = Path(__file__).parent
-# What fails in a second fails first. With two processes the first takes the longest group, the second all others.
-ORDER = ("lint", "unit", "rdma", "e2e", "bench")
-ORDER_OF_TWO = ("e2e", "bench", "lint", "unit", "rdma")
+# What fails in a second fails first. With several processes each takes the longest group that is left.
+ORDER = ("lint", "unit", "molecule", "rdma", "e2e", "bench", "faults")
+ORDER_OF_SEVERAL = ("e2e", "bench", "faults", "molecule", "rdma", "lint", "unit")
 # Tests of these folders share a lab, or a machine, and what was applied to it.
-GROUPS = {"e2e": "lab", "bench": "lab", "molecule": "molecule", "rdma": "rdma"}
+GROUPS = {"e2e": "e2e", "bench": "e2e", "faults": "faults", "molecule": "molecule", "rdma": "rdma"}
 
 
 def folder_of(nodeid: str) -> str:
@@ -39,7 +39,7 @@ def folder_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = ORDER_OF_TWO if "PYTEST_XDIST_WORKER" in os.environ else ORDER
+    order = ORDER_OF_SEVERAL if "PYTEST_XDIST_WORKER" in os.environ else ORDER
 
     def rank(item: pytest.Item) -> int:
         folder = folder_of(item.nodeid)
@@ -63,8 +63,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    """The lab that K3DEPLOY_LAB names, k3test without it. K3DEPLOY_TEST_KEEP leaves it up, for who works on tests."""
-    made = Lab.from_environment({**os.environ, "K3DEPLOY_LAB": os.environ.get("K3DEPLOY_LAB") or "k3test"})
+    """The lab that K3DEPLOY_LAB names, k3test without it, and in the second of several processes k3test1.
+
+    K3DEPLOY_TEST_KEEP leaves it up, for who works on tests.
+    """
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw").removeprefix("0")
+    made = lab_named((os.environ.get("K3DEPLOY_LAB") or "k3test") + number)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("K3DEPLOY_LAB", made.config.name)
         environment.setenv("K3DEPLOY_LAB_SUBNET", str(made.config.subnet))
