@@ -233,6 +233,8 @@ class Production(_Data):
     worker_unit: UnitName
     head_url: Annotated[str, AfterValidator(_http_url)]
     worker_port: Port
+    # On the head, readable by root; the key in it is sent to production and to nobody else.
+    api_key_file: AbsolutePath | None = None
     binaries: list[AbsolutePath] = Field(default_factory=list)
     unit_files: list[AbsolutePath] = Field(default_factory=list)
     drain_timeout_s: Seconds = 300

@@ -138,6 +138,20 @@ def test_a_run_to_the_end_gives_the_verdict_s_exit_code_and_records_what_it_cost
     assert (run.path / "logs" / "ansible-apply.log").exists()
 
 
+@pytest.mark.parametrize("code", [ExitCode.REJECT, ExitCode.OK, ExitCode.INCONCLUSIVE, ExitCode.INVALID])
+def test_of_a_run_that_broke_only_a_rejection_stands(
+    project: Project, capfd: pytest.CaptureFixture[str], verdict: dict[str, Any], code: ExitCode
+) -> None:
+    project.write("apply", [("Window | measure", RECORD), ("Measure | break", FAIL)])
+    verdict["code"] = code
+    if code == ExitCode.REJECT:
+        assert apply.carry_out(project.run(), project.inventory, PLAN) == ExitCode.REJECT
+        assert "the run ended early: " in capfd.readouterr().err
+    else:
+        with pytest.raises(K3Error, match="no space left"):
+            apply.carry_out(project.run(), project.inventory, PLAN)
+
+
 def test_json_output_is_nothing_but_json(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     project.write("apply", [("Window | measure", RECORD)])
     run = project.run()

@@ -120,10 +120,24 @@ def outside_words(window, run_id, production_live, now):
 
 
 class Head:
-    """Production's head: its unit, which is started and stopped and never written, and its API."""
+    """Production's head: its unit, which is started and stopped and never written, and its API.
 
-    def __init__(self, unit, url):
-        self.unit, self.url = unit, (url or "").rstrip("/")
+    key_file: a file on this rank with the API key that requests need. It is read here and goes nowhere but into the request.
+    """
+
+    def __init__(self, unit, url, key_file=None):
+        self.unit, self.url, self.key_file = unit, (url or "").rstrip("/"), key_file
+
+    def ask(self, path, payload=None, timeout=10):
+        """(status, parsed JSON or text) of a request that may need the key; status 0 with the reason where there was no answer."""
+        try:
+            key = ""
+            if self.key_file:
+                with open(self.key_file, encoding="ascii") as raw:
+                    key = raw.readline().strip()
+        except (OSError, ValueError) as error:
+            return 0, "the API key cannot be read: {}".format(error if isinstance(error, OSError) else f"{self.key_file} is not ASCII text")
+        return host.http_json(self.url + path, payload, timeout=timeout, key=key)
 
     def shown(self):
         return host.show_units([self.unit])[self.unit]
@@ -140,14 +154,16 @@ class Head:
     def probe(self, prompt, tokens, timeout=30):
         """Greedy tokens of a prompt and "", or None and the reason why production does not answer."""
         payload = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-        status, body = host.http_json(self.url + "/completion", payload, timeout=timeout)
+        status, body = self.ask("/completion", payload, timeout)
+        if status == 401:
+            return None, "it wants an API key: k3_production.api_key_file names the file on this rank that holds it"
         if status != 200 or not isinstance(body, dict):
             return None, f"{status}: {str(body)[:200]}"
         return body.get("tokens") or body.get("content"), ""
 
     def busy_slots(self):
         """Number of requests in flight; None when production does not say."""
-        status, body = host.http_json(self.url + "/slots", timeout=5)
+        status, body = self.ask("/slots", timeout=5)
         if status == 200 and isinstance(body, list):
             return sum(1 for slot in body if slot.get("is_processing"))
         return None
@@ -170,15 +186,15 @@ class Head:
 class Return:
     """Production on its way back: stop this rank's candidate, start the head, wait, compare the recorded prompt, release the window.
 
-    What the open window says of production goes before ``unit``, ``url`` and ``start_timeout``, which are for a rank without one. Each step may be
-    taken again, by another process too.
+    What the open window says of production goes before ``unit``, ``url``, ``start_timeout`` and ``key_file``, which are for a rank without one.
+    Each step may be taken again, by another process too.
     """
 
-    def __init__(self, root, unit=None, url=None, start_timeout=1200):
+    def __init__(self, root, unit=None, url=None, start_timeout=1200, key_file=None):
         self.root = root
         self.window = read_window(root)
         known = self.window or {}
-        self.head = Head(known.get("head_unit") or unit, known.get("head_url") or url)
+        self.head = Head(known.get("head_unit") or unit, known.get("head_url") or url, known.get("api_key_file") or key_file)
         self.start_timeout = known.get("start_timeout") or start_timeout
         self.changed = False
 

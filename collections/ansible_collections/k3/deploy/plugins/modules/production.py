@@ -43,6 +43,9 @@ options:
     description: Base URL of production's head.
     type: str
     required: true
+  api_key_file:
+    description: File on this rank with the API key of production's head, where it wants one. The key itself goes nowhere.
+    type: path
   drain_timeout:
     description: Seconds to wait for running requests.
     type: int
@@ -123,7 +126,7 @@ class Production:
         return window
 
     def drain(self):
-        head = window_of.Head(self.params["head_unit"], self.params["head_url"])
+        head = window_of.Head(self.params["head_unit"], self.params["head_url"], self.params["api_key_file"])
         if self.module.check_mode:
             self.module.exit_json(changed=head.live(), done=True, production={})
         window = self.own()
@@ -190,7 +193,7 @@ class Production:
     # -- serving ------------------------------------------------------------------------------------------------
 
     def serve(self):
-        back = window_of.Return(self.root, self.params["head_unit"], self.params["head_url"], self.params["start_timeout"])
+        back = window_of.Return(self.root, *(self.params[key] for key in ("head_unit", "head_url", "start_timeout", "api_key_file")))
         if self.module.check_mode:
             self.module.exit_json(changed=back.needed(), done=True, production={})
         done = back.begin()
@@ -215,6 +218,7 @@ def main():
             "owner": {"type": "str", "default": ""},
             "head_unit": {"type": "str", "required": True},
             "head_url": {"type": "str", "required": True},
+            "api_key_file": {"type": "path", "no_log": False},
             "drain_timeout": {"type": "int", "default": 300},
             "stop_timeout": {"type": "int", "default": 120},
             "memory_timeout": {"type": "int", "default": 120},

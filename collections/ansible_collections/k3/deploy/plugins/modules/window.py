@@ -59,6 +59,9 @@ options:
     description: Base URL of production's head.
     type: str
     required: true
+  api_key_file:
+    description: File on this rank with the API key of production's head, where it wants one. The key itself goes nowhere.
+    type: path
   probe_prompt:
     description: The prompt whose greedy continuation is recorded and compared.
     type: str
@@ -185,7 +188,7 @@ class Window:
 
     def recorded(self):
         """What a new window holds of production, so that it can be brought back with this file alone."""
-        head = window_of.Head(self.params["head_unit"], self.params["head_url"])
+        head = window_of.Head(self.params["head_unit"], self.params["head_url"], self.params["api_key_file"])
         if not head.exists():
             self.module.fail_json(msg=f"production's unit {head.unit} does not exist on this rank")
         active = head.live()
@@ -194,7 +197,7 @@ class Window:
             tokens, why = head.probe(self.params["probe_prompt"], self.params["probe_tokens"], 30)
         if active and tokens is None:
             self.module.fail_json(msg=f"production runs but does not answer ({why}): not drained")
-        kept = {key: self.params[key] for key in ("head_unit", "head_url", "start_timeout", "probe_prompt", "probe_tokens")}
+        kept = {key: self.params[key] for key in ("head_unit", "head_url", "api_key_file", "start_timeout", "probe_prompt", "probe_tokens")}
         freed = (self.params["freed_mib"] if active else 0, self.params["memory_slack_mib"])
         return {**kept, "was_active": active, "tokens": tokens, "memory": holders.expectation(head.unit, *freed)}
 
@@ -226,6 +229,7 @@ def main():
             "force": {"type": "str", "default": ""},
             "head_unit": {"type": "str", "required": True},
             "head_url": {"type": "str", "required": True},
+            "api_key_file": {"type": "path", "no_log": False},
             "probe_prompt": {"type": "str", "default": "The quick brown fox"},
             "probe_tokens": {"type": "int", "default": 16, "no_log": False},
             "start_timeout": {"type": "int", "default": 1200},
