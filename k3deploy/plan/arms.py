@@ -26,7 +26,7 @@ from k3deploy.plan.transport import (
 from k3deploy.settings import merge, render
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts
+    from k3deploy.model_facts import ModelFacts
 
 
 class ArmPlanner:

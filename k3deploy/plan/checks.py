@@ -10,7 +10,7 @@ from k3deploy.plan.model import PlanError
 from k3deploy.plan.processes import devices
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts
+    from k3deploy.model_facts import ModelFacts
 
 
 def refuse_impossible(name: str, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec) -> None:

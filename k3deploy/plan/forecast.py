@@ -13,7 +13,8 @@ from k3deploy.plan.processes import memory_floor
 from k3deploy.plan.transport import ring_of
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts, RankForecast
+    from k3deploy.memory import RankForecast
+    from k3deploy.model_facts import ModelFacts
 
 
 def forecast(

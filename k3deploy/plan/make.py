@@ -19,7 +19,7 @@ from k3deploy.plan.sidecar import read_facts, with_sidecar
 from k3deploy.settings import merge, render
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts
+    from k3deploy.model_facts import ModelFacts
 
 
 def make_plan(

@@ -11,7 +11,7 @@ from k3deploy.inventory import Model
 from k3deploy.yamlfile import MAX_BYTES, read_bytes
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts
+    from k3deploy.model_facts import ModelFacts
 
 
 def with_sidecar(model: Model) -> Model:
@@ -43,7 +43,7 @@ def with_sidecar(model: Model) -> Model:
 
 def read_facts(model: Model) -> ModelFacts | None:
     """The model's architecture: from the GGUF beside the sidecar, else from the inventory, else nothing."""
-    from k3deploy.memory import model_facts_from_mapping, read_model_facts
+    from k3deploy.model_facts import model_facts_from_mapping, read_model_facts
 
     if model.sidecar is not None and (gguf := Path(model.sidecar).with_suffix(".gguf")).is_file():
         return read_model_facts(gguf)

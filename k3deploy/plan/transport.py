@@ -9,7 +9,8 @@ from k3deploy.inventory import BuildSpec, Cluster
 from k3deploy.plan.model import MIB, ArmTransport, PlanError
 
 if TYPE_CHECKING:
-    from k3deploy.memory import ModelFacts, RdmaRing
+    from k3deploy.memory import RdmaRing
+    from k3deploy.model_facts import ModelFacts
 
 # CMake settings that the patch set u5-rdma-chunk adds.
 CHUNK, DEPTH = "GGML_RPC_RDMA_CHUNK", "GGML_RPC_RDMA_RX_DEPTH"

@@ -22,13 +22,15 @@ from hypothesis import strategies as st
 from test_bench import bench
 from test_inventory import CLUSTER, HOSTS
 
-from k3deploy import inventory, patches, plan, runner
+from k3deploy import patches, plan, runner
 from k3deploy.errors import K3Error
 from k3deploy.facts import Block, assemble, parse_head_log, parse_worker_log, read_model
+from k3deploy.inventory.reading import Files, Reader
 from k3deploy.judge import judge
 from k3deploy.matrix import Matrix
 from k3deploy.memory import Rank as ForecastRank
-from k3deploy.memory import forecast, model_facts_from_mapping, read_model_facts
+from k3deploy.memory import forecast
+from k3deploy.model_facts import model_facts_from_mapping, read_model_facts
 from k3deploy.progress import Progress
 from k3deploy.report.text import render_markdown, render_text
 from k3deploy.report.view import make_view
@@ -156,7 +158,7 @@ def test_inventory_variables(matrix: Matrix, hostvars: Any) -> None:
     said = {**listing(), "_meta": {"hostvars": hostvars}}
     with folder() as place:
         try:
-            cluster = inventory._Reader(place, said, inventory._Files(place), []).cluster()
+            cluster = Reader(place, said, Files(place), []).cluster()
             made = plan.make_plan(matrix, cluster, "candidate-U9")
         except K3Error as error:
             assert str(error)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from k3deploy.errors import InputError
-from k3deploy.inventory import Production, Source, _RankVariables, load
+from k3deploy.inventory import Production, Source, load
+from k3deploy.inventory.schema import RankVariables
 
 ROOT = Path(__file__).parents[2]
 CLUSTER: dict[str, Any] = {
@@ -197,12 +198,12 @@ def test_the_seed_cluster_builds_by_the_runbook() -> None:
 )
 def test_an_address_that_rpc_cannot_or_must_not_use_is_refused(address: str) -> None:
     with pytest.raises(ValidationError):
-        _RankVariables.model_validate({"k3_fabric_address": address})
+        RankVariables.model_validate({"k3_fabric_address": address})
 
 
 @given(st.ip_addresses(v=4).filter(lambda ip: not (ip.is_unspecified or ip.is_multicast)))
 def test_every_other_ipv4_address_is_taken(address: object) -> None:
-    assert _RankVariables.model_validate({"k3_fabric_address": str(address)}).k3_fabric_address == str(address)
+    assert RankVariables.model_validate({"k3_fabric_address": str(address)}).k3_fabric_address == str(address)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,8 @@ import pytest
 
 from k3deploy.errors import InputError, K3Error
 from k3deploy.lab.model import SPECS, make_model
-from k3deploy.memory import (
-    ModelFacts,
-    Rank,
-    RankForecast,
-    RdmaRing,
-    forecast,
-    model_facts_from_mapping,
-    read_model_facts,
-    row_bytes,
-    split_layers,
-)
+from k3deploy.memory import Rank, RankForecast, RdmaRing, forecast, split_layers
+from k3deploy.model_facts import ModelFacts, model_facts_from_mapping, read_model_facts, row_bytes
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "llama"
 GIB, MIB = 1 << 30, 1 << 20

@@ -34,7 +34,7 @@ from k3deploy.lab.model import (
     quantize_iq1_s,
     tensor_specs,
 )
-from k3deploy.memory import model_facts_from_mapping, read_model_facts
+from k3deploy.model_facts import model_facts_from_mapping, read_model_facts
 
 TINY = SPECS["tiny"]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3deploy.errors import InputError, K3Error
 from k3deploy.inventory import BuildSpec, Cluster, Model, Parity, Production, Rank, Source, Transport
 from k3deploy.matrix import CandidateError, Matrix
-from k3deploy.memory import ModelFacts, model_facts_from_mapping
+from k3deploy.model_facts import ModelFacts, model_facts_from_mapping
 from k3deploy.plan import Plan, PlanError, PlannedArm, make_plan, render_run_layer
 from k3deploy.plan.blocks import rounds
 
