@@ -186,6 +186,25 @@ def test_what_ignores_sigterm_is_killed_within_two_seconds(rank: Rank) -> None:
     assert rank.record()["killed"] == ["k3-candidate-worker@U2-2048.service"]
 
 
+def test_why_it_stopped_can_be_read_while_the_candidate_still_ends_and_from_its_first_second(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.unit()
+    rank.arm()
+    rank.memory.write_text(meminfo(10))
+    seen: list[object] = []
+
+    def look(_units: object) -> list[str]:
+        series = units.memory_series(str(rank.state / "memory" / "U2-2048.tsv"))
+        seen.append(units.tripped(str(rank.state / "guard-tripped.json"), series))
+        return []
+
+    monkeypatch.setattr(guard.Guard, "outlive", staticmethod(look))
+    rank.watch().step(0.0)
+    (record,) = seen
+    assert isinstance(record, dict) and record["available_mib"] == 10
+
+
 def test_memory_that_a_driver_cannot_have_counts_where_a_floor_is_set_for_it(rank: Rank) -> None:
     worker = rank.unit()
     rank.arm(free_floor_mib=1024)

@@ -65,13 +65,14 @@ def pressure(path="/proc/pressure/memory"):
     return tuple(found) if len(found) == 2 else (-1.0, -1.0)
 
 
-def write_json(path, data):
-    """The old content or the new one, never half of it."""
+def write_json(path, data, durable=True):
+    """The old content or the new one, never half of it. durable: on the disk when this returns, which a full disk queue can delay."""
     os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
     with open(path + ".new", "w", encoding="utf-8") as sink:
         json.dump(data, sink)
-        sink.flush()
-        os.fsync(sink.fileno())
+        if durable:
+            sink.flush()
+            os.fsync(sink.fileno())
     os.replace(path + ".new", path)
 
 
@@ -393,22 +394,33 @@ class Guard:
             return
         self.acted = True
         wall, top = time.time(), top_processes()
-        stopped, killed = self.stop(units)
+        stopped = self.terminate(units)
         names = ("available_mib", "free_mib", "cma_free_mib", "cached_mib")
         record = {"what": what, "text": text, "at": wall, "arm": self.arm, "run_id": self.config["run_id"], "floor_mib": self.floor()}
         record.update(zip(names, values or (), strict=False))
-        record.update(psi_some=self.psi[0], psi_full=self.psi[1], top=top, stopped=stopped, killed=killed)
-        write_json(os.path.join(self.state, "guard-tripped.json"), record)
+        record.update(psi_some=self.psi[0], psi_full=self.psi[1], top=top, stopped=stopped, killed=[])
+        path = os.path.join(self.state, "guard-tripped.json")
+        # The controller sees the worker end, and asks why, before the last process is gone.
+        if self.series:
+            self.series.flush()
+        write_json(path, record, durable=False)
+        write_json(path, {**record, "killed": self.outlive(units)})
         say(f"{text}: stopped {', '.join(stopped)} of arm {self.arm}")
 
-    def stop(self, units):
-        """SIGTERM, then SIGKILL for what is slow; systemd is told, so that it counts as a stop. (stopped, killed)"""
+    @staticmethod
+    def terminate(units):
+        """SIGTERM; systemd is told, so that it counts as a stop. The units that had a process."""
         stopped = signal_all(units, signal.SIGTERM)
         spawn(["systemctl", "stop", "--no-block", *units])
+        return stopped
+
+    @staticmethod
+    def outlive(units):
+        """SIGKILL for what is slow to end; the units that were killed."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and any(Units.pids(path) for path in units.values()):
             time.sleep(0.05)
-        return stopped, signal_all(units, signal.SIGKILL)
+        return signal_all(units, signal.SIGKILL)
 
     # -- the window's end --------------------------------------------------------------------------------------
 
@@ -421,7 +433,7 @@ class Guard:
             return True
         running = self.units.running()
         if running or not self.expired:
-            stopped, killed = self.stop(running) if running else ([], [])
+            stopped, killed = (self.terminate(running), self.outlive(running)) if running else ([], [])
             if not self.expired:
                 record = {"at": time.time(), "run_id": self.config["run_id"], "stopped": stopped, "killed": killed}
                 write_json(os.path.join(self.state, "guard-deadline.json"), record)
