@@ -93,16 +93,26 @@ def controller(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Controller
 
 
 @pytest.fixture(scope="session")
-def applied(controller: Controller) -> Callable[[str], Applied]:
-    """``applied("U9")``: this candidate, applied to its end the first time that somebody asks."""
+def thrifty(controller: Controller) -> Controller:
+    """The same lab, with an inventory in which a block costs half."""
+    return controller.thrifty("thrifty")
+
+
+@pytest.fixture(scope="session")
+def applied(controller: Controller, thrifty: Controller) -> Callable[[str], Applied]:
+    """``applied("U9")``: this candidate, applied to its end the first time that somebody asks.
+
+    On all four ranks and with all parity questions: ``next``, which has most rows in it.
+    """
     done: dict[str, Applied] = {}
 
     def apply(row: str) -> Applied:
         if row not in done:
+            who = controller if row == "next" else thrifty
             before = controller.production()
-            said = controller.k3deploy("apply", f"candidate-{row}", "--repeats", "1", "--yes")
+            said = who.k3deploy("apply", f"candidate-{row}", "--repeats", "1", "--yes")
             done[row] = Applied(
-                run=(controller.runs / "latest").resolve(strict=True),
+                run=(who.runs / "latest").resolve(strict=True),
                 exit_code=said.returncode,
                 said=said.stdout + said.stderr,
                 production_before=before,

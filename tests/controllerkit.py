@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,6 +129,29 @@ class Controller:
             _drop(inventory, rank)
             file.write_text(yaml.safe_dump(inventory))
         return replace(self, inventory=place / "lab")
+
+    def thrifty(self, name: str, *, halved: bool = True) -> Controller:
+        """The same person elsewhere, with few parity questions, no probe of speed, and two ranks of the four.
+
+        Half the ranks halve what a block costs; production spans all four all the same.
+        """
+        mine = self.elsewhere(name)
+        if halved:
+            mine = mine.without("rank2").without("rank3")
+            mine.change(lambda values: values["k3_scale"].update(tensor_split=[1, 1]))
+        else:
+            mine = replace(mine, inventory=one_inventory(self.lab, mine.place / "inventory"))
+        mine.change(k3_parity={"every": 256, "n_predict": 1}, k3_health={"probe_s": 0})
+        for suite in (mine.inventory.parent / "suites").glob("*.jsonl"):
+            suite.write_text(suite.read_text().splitlines()[0] + "\n")
+        return mine
+
+    def change(self, edit: Callable[[dict[str, Any]], object] = lambda _: None, **values: Any) -> None:
+        """Set variables of the whole cluster in this person's own inventory."""
+        variables = self.inventory / "group_vars" / "all" / "k3.yml"
+        held = {**yaml.safe_load(variables.read_text()), **values}
+        edit(held)
+        variables.write_text(yaml.safe_dump(held))
 
     def cut_off(self, rank: str, seconds: int) -> None:
         """Take a rank's network away for a while: nothing answers, and nothing says so."""
@@ -287,6 +310,6 @@ class Applied:
             assert [sample["why"] for sample in samples if not sample["valid"]] == []
             assert len(samples) == len(cells) * plan["bench"]["repeats"]
             lowest = {name: rank["memory"]["run_min_mib"] for name, rank in block["ranks"].items()}
-            assert lowest.keys() == {"rank0", "rank1", "rank2", "rank3"} and all(lowest.values())
+            assert lowest.keys() == set(plan["ranks"]) and all(lowest.values())
         assert verdict["outcome"] in (self.run / "report.html").read_text()
         assert self.production_after == self.production_before

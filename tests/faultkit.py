@@ -61,22 +61,10 @@ class Rig:
 
     @classmethod
     def of(cls, controller: Controller) -> Rig:
-        """Give the lab's own controller an inventory and a matrix for faults: two ranks of the four, small limits.
-
-        Half the ranks halve what a case costs; production spans all four all the same.
-        """
-        mine = controller.elsewhere("faults").without("rank2").without("rank3")
-        inventory = mine.inventory.parent
-        (inventory / "matrix" / "F1.yml").write_text(ROW)
-        variables = inventory / "lab" / "group_vars" / "all" / "k3.yml"
-        values = yaml.safe_load(variables.read_text())
-        values["k3_parity"] = {"every": 256, "n_predict": 1}
-        values["k3_load_timeout_s"] = 12
-        values["k3_scale"].update(ctx_size=1024, tensor_split=[1, 1])
-        values["k3_health"] = {"probe_s": 0}
-        variables.write_text(yaml.safe_dump(values))
-        for suite in (inventory / "suites").glob("*.jsonl"):
-            suite.write_text(suite.read_text().splitlines()[0] + "\n")
+        """Give the lab's own controller a cheap inventory, with a matrix for faults and small limits."""
+        mine = controller.thrifty("faults")
+        (mine.inventory.parent / "matrix" / "F1.yml").write_text(ROW)
+        mine.change(lambda values: values["k3_scale"].update(ctx_size=1024), k3_load_timeout_s=12)
         return cls(mine, controller.ask_production(), controller.production())
 
     # -- commands ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from controllerkit import ROOT, Applied, Controller
 
 @pytest.mark.lab
 def test_a_no_op_apply_is_measured_beside_a_ping(controller: Controller, applied: Callable[[str], Applied]) -> None:
-    run = applied("U9").run
+    run = applied("next").run
     before = {path.name: path.stat().st_mtime_ns for path in (run / "blocks").iterdir()}
     program = Path(__file__).with_name("overhead.py")
     done = subprocess.run(

@@ -40,9 +40,9 @@ def changed(before: dict[str, set[str]], after: dict[str, set[str]]) -> dict[str
 def test_a_check_on_installed_ranks_foresees_a_window_alone(
     controller: Controller, applied: Callable[[str], Applied]
 ) -> None:
-    applied("U9")
+    applied("next")
     before, production = disks(controller), controller.production()
-    done = controller.k3deploy("apply", "candidate-U9", "--repeats", "1", "--check", "--yes")
+    done = controller.k3deploy("apply", "candidate-next", "--repeats", "1", "--check", "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
     assert roles_that_changed(done.stdout) == {"window", "guard"}, done.stdout
     assert changed(before, disks(controller)) == {}

@@ -149,10 +149,16 @@ def test_a_resumed_run_keeps_its_blocks_and_comes_to_a_verdict(
 
 
 @pytest.fixture(scope="module")
-def killed(controller: Controller, resumed: Applied) -> Interrupted:
+def doomed(controller: Controller) -> Controller:
+    """Somebody whose blocks are short; what is killed in them is the same."""
+    return controller.thrifty("doomed", halved=False)
+
+
+@pytest.fixture(scope="module")
+def killed(controller: Controller, doomed: Controller, resumed: Applied) -> Interrupted:
     """U6, whose command line was killed with SIGKILL in its second block, and its connections with it."""
     del resumed  # after U2, which it would disturb
-    found = interrupt(controller, "U6", signal.SIGKILL, lambda _: None)
+    found = interrupt(doomed, "U6", signal.SIGKILL, lambda _: None)
     controller.on("rank0", "pkill --uid root --exact python3 || true")  # the module that waits for the harness
     return found
 
@@ -187,9 +193,9 @@ def test_rollback_again_changes_nothing(controller: Controller, folder: Path) ->
 
 
 @pytest.fixture(scope="module")
-def finished(controller: Controller, killed: Interrupted, rolled_back: str) -> Applied:
+def finished(doomed: Controller, killed: Interrupted, rolled_back: str) -> Applied:
     del rolled_back  # after it
-    return resume(controller, killed)
+    return resume(doomed, killed)
 
 
 def test_a_killed_run_goes_on_later_and_comes_to_a_verdict(killed: Interrupted, finished: Applied) -> None:
@@ -200,13 +206,13 @@ def test_a_killed_run_goes_on_later_and_comes_to_a_verdict(killed: Interrupted, 
 
 
 def test_applying_again_with_ansible_alone_builds_installs_and_measures_nothing(
-    controller: Controller, finished: Applied
+    doomed: Controller, finished: Applied
 ) -> None:
     before = measured(finished.run)
-    layers = ["-i", str(controller.inventory), "-i", str(finished.run / "inventory")]
-    done = controller.ansible("ansible-playbook", *layers, "playbooks/apply.yml")
+    layers = ["-i", str(doomed.inventory), "-i", str(finished.run / "inventory")]
+    done = doomed.ansible("ansible-playbook", *layers, "playbooks/apply.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert roles_that_changed(done.stdout) == {"window", "guard"}, done.stdout
     assert "k3.deploy.install : Make the candidate directories and the common units" in done.stdout
     assert measured(finished.run) == before
-    assert controller.production() == finished.production_before
+    assert doomed.production() == finished.production_before

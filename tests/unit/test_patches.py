@@ -18,6 +18,7 @@ import pytest
 
 from k3deploy import cli, patches
 from k3deploy.errors import InputError, K3Error
+from k3deploy.lab.config import lab_config
 from k3deploy.lab.source import LLAMA_CPP, ensure_source
 
 NAMES = patches.list_names()
@@ -364,6 +365,14 @@ def test_what_a_set_changes_for_the_cpu_compiles(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def compiled(tree: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a compiler says; what the user's compiler cache holds is not compiled again, and said again."""
+    front = [found] if (found := shutil.which("ccache")) else []
+    cache = {"CCACHE_DIR": str(lab_config(os.environ).cache_dir / "ccache"), "CCACHE_BASEDIR": str(tree)}
+    environment = {**os.environ, **cache, "CCACHE_NOHASHDIR": "1"}
+    return subprocess.run([*front, *argv], cwd=tree, env=environment, capture_output=True, text=True, check=False)
+
+
 # What ggml's common header names of cuBLAS: the library's own header is not on every machine that has the compiler.
 CUBLAS = """#pragma once
 typedef void * cublasHandle_t;
@@ -403,7 +412,7 @@ def test_the_cuda_kernels_compile_and_keep_their_values_in_registers(
     target = f"arch=compute_{architecture},code=sm_{architecture}"
     argv = [compiler, "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-gencode", target, "-Xptxas", "-v"]
     argv += ["-Icublas", "-Iggml/include", "-Iggml/src", "-c", "-o", "x.o", f"ggml/src/ggml-cuda/{source}"]
-    done = subprocess.run(argv, cwd=tree, capture_output=True, text=True, check=False)
+    done = compiled(tree, argv)
     assert done.returncode == 0, done.stderr[-2000:]
     spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert len(spills) == variants
@@ -430,7 +439,7 @@ def test_the_flashkda_adapter_compiles_and_holds_its_markers(copy: Callable[[str
     (tree / "given" / "fwd.h").write_text(FLASHKDA)
     argv = [compiler, "-std=c++17", "-arch=sm_90", "-extended-lambda", "-Igiven", "-Iggml/include", "-Iggml/src"]
     argv += ["-c", "-o", "x.o", "ggml/src/ggml-cuda/flashkda-k3/flashkda-k3.cu"]
-    done = subprocess.run(argv, cwd=tree, capture_output=True, text=True, check=False)
+    done = compiled(tree, argv)
     assert done.returncode == 0, done.stderr[-2000:]
     adapter = (tree / "x.o").read_bytes()
     assert b"K3_FLASHKDA_ACTIVE" in adapter and b"K3_FLASHKDA_FALLBACK" in adapter
