@@ -19,6 +19,7 @@ from k3deploy.judge.memory import MEMORY_GATE
 from k3deploy.judge.numbers import all_cells, rank_memory
 from k3deploy.judge.planned import PlanView
 from k3deploy.judge.rule import Rule
+from k3deploy.judge.transport import BREAKS
 from k3deploy.judge.validity import checks
 from k3deploy.judge.verdict import ArmVerdict, Check, Comparison, GateResult, Outcome, Verdict
 
@@ -90,12 +91,13 @@ def _arm_verdict(evidence: Evidence, rule: Rule) -> ArmVerdict:
 def _outcome(
     evidence: Evidence, rule: Rule, checked: Sequence[Check], gated: Sequence[GateResult]
 ) -> tuple[Outcome, list[str]]:
-    # A rank below its floor is harm whatever else went wrong: it is why the measurement may have ended early.
-    floor = [gate for gate in gated if gate.name == MEMORY_GATE and gate.outcome == "fail"]
+    # A rank below its floor, and transfers that broke, are harm whatever else went wrong: often they are why.
+    breaks = {name for name, gate in evidence.gates.items() if gate.observation == BREAKS}
+    harm = [gate for gate in gated if gate.name in {MEMORY_GATE, *breaks} and gate.outcome == "fail"]
     failed_checks = [check for check in checked if not check.passed]
-    if failed_checks and not floor:
+    if failed_checks and not harm:
         return "INVALID", [f"{check.name}: {problem}" for check in failed_checks for problem in check.problems]
-    failed = floor or [gate for gate in gated if gate.outcome == "fail"]
+    failed = harm or [gate for gate in gated if gate.outcome == "fail"]
     if failed:
         return "REJECT", [f"{gate.name}: {gate.reason}" for gate in failed]
     still_open = [gate for gate in gated if gate.outcome == "open"]

@@ -14,6 +14,7 @@ from typing import Any
 from k3deploy.facts import Block, Facts
 from k3deploy.judge.outcome import judge
 from k3deploy.judge.planned import PlanView
+from k3deploy.judge.transport import broken_transfers
 from k3deploy.judge.validity import below_floor, block_problems, stale_blocks
 
 MAX_REPEATS = 2  # how often one block is measured again
@@ -69,13 +70,15 @@ def next_step(
 
 
 def _problems(view: PlanView, facts: Facts) -> dict[int, str]:
-    """Why recorded blocks are void, by index. An arm that fell below the floor is not void: it is harm."""
+    """Why recorded blocks are void, by index. An arm that fell below the floor, or whose transfers broke where that
+    is what it is judged by, is not void: it is harm."""
     arms = {arm.name: arm for arm in view.arms}
     found: dict[int, str] = {}
     for block in facts.blocks:
         arm = arms[block.arm]
         problems = block_problems(view, arm, block)
-        if problems and not (arm is not view.arms[0] and below_floor(arm, block)):
+        harm = arm is not view.arms[0] and (below_floor(arm, block) or broken_transfers(view, arm, block))
+        if problems and not harm:
             found[block.index] = "; ".join(text for texts in problems.values() for text in texts[:2])
     stale = stale_blocks(facts.blocks, len(view.arms))
     return found | {index: text for index, text in stale.items() if index not in found}

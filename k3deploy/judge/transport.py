@@ -16,6 +16,7 @@ _TIMED = (
     "it takes workers that time their commands: patch set u8-rpc-timing in the build of every arm, and "
     "GGML_RPC_TIMING: '1' in k3_settings.environment"
 )
+BREAKS = "rpc_errors"  # the observation: log lines of transfers that broke
 TAKES = {"rpc_p99": _TIMED, "worker_link_idle": _TIMED}
 
 
@@ -31,12 +32,19 @@ def transport_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[st
     problems = [f"{lead}: {text}" for text in proof.problems]
     if arm.transport and arm.transport.rdma == "off" and any(one.result == "RDMA" for one in proof.connections):
         problems.append(f"{lead}: a connection is on RDMA, planned was the fall-back to TCP")
-    judged = arm.name != plan.arms[0].name and any(
-        gate.observation == "rpc_errors" for gate in plan.gates_of(arm).values()
-    )
-    if not judged:
+    if not _judged_by_breaks(plan, arm):
         problems += [f"{lead}: {text}" for text in proof.events]
     return problems
+
+
+def broken_transfers(plan: PlanView, arm: PlannedArm, block: Block) -> bool:
+    """Whether transfers broke of an arm that is judged by that: harm, also where the block broke of it."""
+    return _judged_by_breaks(plan, arm) and bool(block.observations.rpc_errors)
+
+
+def _judged_by_breaks(plan: PlanView, arm: PlannedArm) -> bool:
+    gates = plan.gates_of(arm).values()
+    return arm.name != plan.arms[0].name and any(gate.observation == BREAKS for gate in gates)
 
 
 def transport_findings(blocks: Sequence[Block]) -> list[Seen]:

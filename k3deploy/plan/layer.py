@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3deploy.judge.step import spares
-from k3deploy.plan.model import Bench, Plan, PlannedArm
+from k3deploy.plan.model import Plan, PlannedArm
 
 
 def render_run_layer(plan: Plan) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def render_run_layer(plan: Plan) -> dict[str, Any]:
         "all": {
             "vars": {
                 "k3_run_builds": plan.builds,
-                "k3_run_arms": [_layer_arm(arm, plan.bench) for arm in plan.arms],
+                "k3_run_arms": [_layer_arm(arm, plan) for arm in plan.arms],
                 "k3_run_blocks": [block.model_dump() for block in plan.blocks],
                 "k3_run_spares": spares(len(plan.blocks)),
                 "k3_run_parity": plan.parity,
@@ -53,9 +53,12 @@ def _layer_memory(arm: PlannedArm, rank: str) -> list[dict[str, Any]]:
     ]
 
 
-def _layer_arm(arm: PlannedArm, bench: Bench) -> dict[str, Any]:
+def _layer_arm(arm: PlannedArm, plan: Plan) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": arm.name, "slug": arm.slug, "build_key": arm.build_key}
     entry["transport"] = arm.transport.model_dump()
-    if arm.warmup != bench.warmup:
+    gates = plan.gates if arm.gates is None else arm.gates
+    if arm is not plan.arms[0] and any(gate.observation == "rpc_errors" for gate in gates.values()):
+        entry["breaks_count"] = True  # a transfer that breaks is then this arm's result, not bad luck
+    if arm.warmup != plan.bench.warmup:
         entry["bench"] = {"warmup": arm.warmup}
     return entry

@@ -22,7 +22,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
-from ansible_collections.k3.deploy.plugins.filter.guard import block_broken, block_failures, guard_trips
+from ansible_collections.k3.deploy.plugins.filter.guard import (
+    block_broken,
+    block_failures,
+    guard_trips,
+    transfer_breaks,
+)
 from ansible_collections.k3.deploy.plugins.modules import guard as module
 from ansible_collections.k3.deploy.plugins.modules import units
 
@@ -583,3 +588,18 @@ def test_the_state_of_the_block_before_is_not_taken_for_a_broken_blocks_own() ->
     variables["block_stop"]["memory"][0][0] = 60.0
     assert block_broken(variables, "U2")["state"] is None
     assert block_broken({}, "U2") == {"state": None, "stop": {}}
+
+
+def test_the_logs_of_a_broken_block_name_the_transfers_that_broke() -> None:
+    broken = "RDMA CQ wc error: status=12 (transport retry counter exceeded)"
+    crashed = "Remote RPC server crashed or returned malformed response"
+    head = f"0.1 I slot: decoding\n0.2 E {broken}\n0.2 E {broken}\n0.3 E {crashed}\n"
+    ranks = {
+        "rank0": {"block_stop": {"k3_logs": {"head": head, "worker": "Accepted client connection\n"}}},
+        "rank1": {"block_stop": {}},
+        "rank2": {},
+    }
+    assert transfer_breaks(ranks) == [
+        f"rank0, head: {broken}",
+        f"rank0, head: {crashed}",
+    ]

@@ -87,6 +87,27 @@ def test_an_arm_below_the_floor_ends_the_run_and_is_not_tried_again() -> None:
     assert step.block is None and step.why.startswith("REJECT") and step.void == {}
 
 
+BREAKS = {"rpc_errors": {"observation": "rpc_errors", "require": "at_most", "limit": 0}}
+
+
+@pytest.mark.parametrize(
+    ("gates", "outcome"), [(BREAKS, "REJECT"), ({}, None)], ids=["judged by it", "not judged by it"]
+)
+def test_transfers_that_break_a_block_are_harm_where_a_row_judges_them_and_else_another_try(
+    gates: dict[str, Any], outcome: str | None
+) -> None:
+    plan, facts = plan_for(2), facts_of(1)
+    plan["gates"] = {**plan["gates"], **gates}
+    broken = facts["blocks"][1]
+    broken["bench"] |= {"cells": [], "error": "the stream broke off: the server, or a worker behind it, died"}
+    broken["observations"] = {**broken.get("observations", {}), "rpc_errors": 1}
+    step = step_of(facts, plan)
+    if outcome:
+        assert step.block is None and step.void == {} and step.why.startswith(outcome)
+    else:
+        assert list(step.void) == [1] and step.block == plan["blocks"][1]
+
+
 def test_no_round_begins_that_would_not_end_in_time() -> None:
     plan, facts = plan_for(8), facts_of(2, lambda pair: 1.05 - 0.05 * pair)  # blocks of 50 seconds
     assert step_of(facts, plan, now=1000, until=1101).block is not None

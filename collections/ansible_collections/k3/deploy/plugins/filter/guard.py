@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ansible_collections.k3.deploy.plugins.module_utils import rdma_proof
 from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard_words
 
 # Floors of memory; whatever else a guard stops for (an orphaned worker, memory that cannot be read) says nothing about the candidate.
@@ -50,8 +51,20 @@ def block_failures(ranks):
     return said
 
 
+def transfer_breaks(ranks):
+    """What the logs of a broken block, as they were before it was stopped, say of transfers that broke: a sentence each, led by its rank.
+
+    ranks: {rank: its variables}, of which block_stop.k3_logs holds the ends of its logs.
+    """
+    said = []
+    for rank, variables in ranks.items():
+        for kind, text in sorted(((variables.get("block_stop") or {}).get("k3_logs") or {}).items()):
+            said += [f"{rank}, {kind}: {line}" for line in rdma_proof.breaks(text.splitlines())]
+    return said
+
+
 class FilterModule:
     """Registers the filters."""
 
     def filters(self):
-        return {"guard_trips": guard_trips, "block_broken": block_broken, "block_failures": block_failures}
+        return {"guard_trips": guard_trips, "block_broken": block_broken, "block_failures": block_failures, "transfer_breaks": transfer_breaks}

@@ -170,6 +170,11 @@ def _connection(plan, head_name, name, ranks, sharing):
     return {**found, "result": "RDMA", "reason": "both ends activated it, their ports moved the bytes and TCP did not"}
 
 
+def breaks(lines):
+    """What log lines say of transfers that broke, each once."""
+    return list(dict.fromkeys(hit[0].strip() for line in lines if (hit := _BREAKS.search(line))))
+
+
 def events(ranks):
     """What broke between the two readings: log lines, port errors and link flaps, each led by its rank."""
     found = []
@@ -178,8 +183,7 @@ def events(ranks):
         for kind, lines in sorted((after.get("lines") or {}).items()):
             earlier = (before.get("lines") or {}).get(kind, [])
             fresh = lines[len(earlier) :] if lines[: len(earlier)] == earlier else lines
-            broken = [hit[0].strip() for line in fresh if (hit := _BREAKS.search(line))]
-            found += [f"{name}, {kind}: {line}" for line in dict.fromkeys(broken)]
+            found += [f"{name}, {kind}: {line}" for line in breaks(fresh)]
         for device, one in sorted((after.get("devices") or {}).items()):
             if device != (after.get("resolved") or {}).get("device"):
                 continue
