@@ -1,10 +1,11 @@
 """What the verdicts are worth, shown on a lab: equal arms are not accepted, slower ones rejected, faster ones accepted.
 
-    K3DEPLOY_LAB=mine python tests/bench/shown.py                     all of it: about an hour on two free cores
+    K3DEPLOY_LAB=mine python tests/bench/shown.py                     all of it: HOW LONG on two free cores
     K3DEPLOY_LAB=mine python tests/bench/shown.py --cases faster link --pairs 6
     K3DEPLOY_LAB=mine python tests/bench/shown.py --again 2 --keep    a taste, and the lab stays up
 
-Brings the lab up with a tiny model and production, calibrates it, and applies rows of its own in a copied matrix:
+Brings the lab up with a tiny model and production, takes two of its ranks, calibrates them, and applies rows of its
+own in a copied matrix:
 
 again    the baseline against itself, many times: none may be an ACCEPT
 threads  workers with one thread instead of two: REJECT
@@ -99,7 +100,7 @@ class Effect:
 
 
 def prepare(controller: Controller) -> None:
-    """Rows of ours in the copied matrix, few parity questions, and a slow link for the arm that shall have one."""
+    """Rows of ours in the copied matrix, a short context, and a slow link for the arm that shall have one."""
     matrix = controller.inventory.parent / "matrix"
     for case in CASES:
         (matrix / f"{case.id}.yml").write_text(yaml.safe_dump({"id": case.id, **ROW, **case.row}))
@@ -114,13 +115,7 @@ def prepare(controller: Controller) -> None:
         f"mkdir -p {folders}; for at in {folders}; do printf %s {shlex.quote(first)} > $at/first.conf; done; "
         "systemctl daemon-reload"
     )
-    variables = controller.inventory / "group_vars" / "all" / "k3.yml"
-    values = yaml.safe_load(variables.read_text())
-    values["k3_parity"] = {"every": 256, "n_predict": 1}
-    values["k3_scale"]["ctx_size"] = 1024
-    variables.write_text(yaml.safe_dump(values))
-    for suite in (controller.inventory.parent / "suites").glob("*.jsonl"):
-        suite.write_text(suite.read_text().splitlines()[0] + "\n")
+    controller.change(lambda values: values["k3_scale"].update(ctx_size=1024))
 
 
 def calibrated_delta(controller: Controller, pairs: int, repeats: int) -> float:
@@ -260,7 +255,7 @@ def main() -> None:
             done = controller.k3deploy(*command, timeout_s=1800)
             if done.returncode != 0:
                 sys.exit(done.stdout + done.stderr)
-        good = show(controller, given)
+        good = show(controller.thrifty("thrifty"), given)
     sys.exit(0 if good else 1)
 
 
