@@ -173,7 +173,7 @@ class Controller:
 
     def on(self, rank: str, script: str) -> str:
         """What a shell script prints on a rank; it must end well."""
-        control = self.lab.config.control_dir / "tests-%C"  # taken down with the lab
+        control = self.lab.config.control_dir / "t-%n"  # taken down with the lab
         argv = ["ssh", "-F", str(self.lab.config.ssh_config), "-o", "ControlMaster=auto", "-o", "ControlPersist=60"]
         argv += ["-o", f"ControlPath={control}", rank, "bash -s"]
         done = subprocess.run(argv, input=script, capture_output=True, text=True, timeout=120, check=False)

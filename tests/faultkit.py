@@ -37,7 +37,7 @@ APPLY = ("apply", "candidate-F1", "--cells", "pp256", "--repeats", "1", "--yes")
 SSH = {
     "ANSIBLE_TIMEOUT": "4",
     "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=2m -o ServerAliveInterval=1 -o ServerAliveCountMax=3",
-    "ANSIBLE_SSH_CONTROL_PATH": "%(directory)s/fault-%%C",
+    "ANSIBLE_SSH_CONTROL_PATH": "%(directory)s/f-%%h",
 }
 MEMINFO = "/run/k3-fault-meminfo"
 HEAD_SINCE = "systemctl show --property=MainPID,ActiveEnterTimestampMonotonic llama-production.service"
