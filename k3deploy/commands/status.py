@@ -132,4 +132,4 @@ def _print(report: Mapping[str, Any]) -> None:
     out.print(Text(f"production {answers[report['production']['answers']]}"))
     for line in fabric_lines(report["fabric"]):
         out.print(Text(line))
-    out.print(Text(words(report["window"])))
+    out.print(Text(words(report["window"], known=not report["problems"])))

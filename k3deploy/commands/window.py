@@ -114,7 +114,7 @@ def window_status(inventory: Path, as_json: bool) -> int:
     if as_json:
         print_json(found)
     else:
-        click.echo(words(found))
+        click.echo(words(found, known=not report["problems"]))
         for host, problem in report["problems"].items():
             warn(f"{host}: {problem}", "red")
     return int(ExitCode.FAILED if stale(found) or (not found and report["problems"]) else ExitCode.OK)
@@ -125,10 +125,12 @@ def stale(found: Mapping[str, Any] | None) -> bool:
     return bool(found) and found is not None and found.get("left_s", 0) < 0
 
 
-def words(found: Mapping[str, Any] | None) -> str:
-    """A window as ``status`` shows it."""
+def words(found: Mapping[str, Any] | None, *, known: bool = True) -> str:
+    """A window as ``status`` shows it; not ``known`` where the head, which holds it, was not reached."""
     from k3deploy.progress import duration
 
+    if not found and not known:
+        return "maintenance window: not known, its rank was not reached"
     if not found:
         return "maintenance window: closed"
     if found.get("damaged"):

@@ -62,7 +62,10 @@ def next_step(
         final = {arm.arm for arm in verdict.arms if arm.outcome in FINAL}
         if len(final) == len(verdict.arms):
             return Step(None, f"{verdict.outcome} after {verdict.pairs} pairs: {verdict.reason}", void)
-    block = next(block for block in left if block["arm"] not in final)
+    open_blocks = [block for block in left if block["arm"] not in final]
+    if not open_blocks:
+        return Step(None, "every block of an arm that is not decided yet is measured", void)
+    block = open_blocks[0]
     begins_a_round = block["pair"] not in {one.pair for one in kept}
     if until is not None and begins_a_round and now + (_length(kept) or block_s) * len(view.arms) > until:
         return Step(None, f"--max-hours: another round of {len(view.arms)} blocks would not end in time", void)

@@ -92,10 +92,6 @@ class LabConfig:
         return self.state_dir / "inventory"
 
 
-# A socket's path may have 107 characters; Ansible's name for it, and what ssh adds while it opens it, take 28.
-_SOCKET_ROOM = 107 - 28
-
-
 def _default_subnet(name: str) -> str:
     """The subnet that goes with a lab name, so that two labs need no configuration to live side by side."""
     if name == DEFAULT_NAME:
@@ -118,7 +114,7 @@ def lab_config(environ: Mapping[str, str]) -> LabConfig:
     home = Path(environ.get("HOME") or Path.home())
     state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state")
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
-    config = LabConfig(
+    return LabConfig(
         name=name,
         subnet=subnet,
         state_dir=state / "k3deploy" / "labs" / name,
@@ -126,9 +122,3 @@ def lab_config(environ: Mapping[str, str]) -> LabConfig:
         run_dir=Path("/run/k3deploy") / name,
         data_dir=Path("/var/lib/k3deploy") / name,
     )
-    if len(str(config.control_dir)) > _SOCKET_ROOM:
-        raise K3Error(
-            f"{config.control_dir} is too long for the sockets of ssh: at most {_SOCKET_ROOM} characters",
-            remedy="set XDG_STATE_HOME to a shorter directory",
-        )
-    return config

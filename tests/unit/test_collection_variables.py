@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from k3deploy import inventory
+from k3deploy.inventory import reading
 
 COLLECTION = Path(__file__).parents[2] / "collections/ansible_collections/k3/deploy"
 sys.path.insert(0, str(COLLECTION.parents[2]))
@@ -19,7 +20,7 @@ from ansible_collections.k3.deploy.plugins.filter import exposure, variables  # 
 def test_preflight_knows_the_same_variables_as_the_command_line() -> None:
     cluster = {name for name in inventory.known_variables() if name.startswith("k3_")}
     assert cluster == set(variables.INVENTORY)
-    assert inventory.RUN_PREFIXES == variables.RUN
+    assert reading.RUN_PREFIXES == variables.RUN
 
 
 @pytest.mark.parametrize(

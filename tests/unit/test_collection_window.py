@@ -79,7 +79,13 @@ def call(module_class: Any, method: str, root: Path, check: bool = False, **para
             "ranks": {},
             "force": "",
         },
-        **{"head_unit": "head.service", "head_url": "http://h:1", "probe_prompt": "a", "probe_tokens": 3},
+        **{
+            "head_unit": "head.service",
+            "head_url": "http://h:1",
+            "api_key_file": None,
+            "probe_prompt": "a",
+            "probe_tokens": 3,
+        },
         **{"start_timeout": 60, "freed_mib": 0, "memory_slack_mib": 0, "memory_timeout": 1, "drain_timeout": 1},
         **{"stop_timeout": 5, "slice": 5, "root": str(root)},
     }

@@ -95,14 +95,6 @@ def test_inventory_lab_finds_keys_where_the_lab_writes_them(environ: dict[str, s
     assert "StrictHostKeyChecking=yes" in arguments
 
 
-def test_a_state_directory_in_which_no_socket_has_a_place_is_refused_at_once() -> None:
-    room = "/" + "h" * 40
-    assert len(str(lab_config({"HOME": "/h", "XDG_STATE_HOME": room + "o" * 15}).control_dir)) == 79
-    with pytest.raises(K3Error, match="too long for the sockets of ssh: at most 79 characters") as refused:
-        lab_config({"HOME": "/h", "XDG_STATE_HOME": room + "o" * 16})
-    assert "XDG_STATE_HOME" in refused.value.remedy
-
-
 def test_no_playbook_names_its_connections_longer_than_ansible_does() -> None:
     for playbook in (INVENTORY.parents[1] / "playbooks").rglob("*.yml"):
         for found in re.findall(r"ansible_control_path:.*", playbook.read_text()):

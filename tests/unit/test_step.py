@@ -75,6 +75,25 @@ def test_a_run_ends_when_its_verdict_stands(gain: float, pairs: int, outcome: st
     assert step.block is None and step.why.startswith(f"{outcome} after {pairs} pairs")
 
 
+def test_a_run_whose_only_blocks_left_are_of_a_decided_arm_is_at_its_end() -> None:
+    plan, facts = plan_for(5, [5]), facts_of(4, 0.9)
+    other = "U9"
+    plan["arms"].append({**plan["arms"][1], "name": other, "slug": other})
+    plan["blocks"] = [
+        {"index": 3 * pair + place, "pair": pair, "arm": arm, "slug": arm.replace("@", "-")}
+        for pair in range(5)
+        for place, arm in enumerate((BASELINE, other, ARM))
+    ]
+    blocks = []
+    for pair in range(5):
+        blocks += [block_of(BASELINE, pair, 1.0), block_of(other, pair, 1.0 + 0.08 * (-1) ** pair)]
+        blocks += [block_of(ARM, pair, 0.8)] if pair < 4 else []
+    for block in blocks:
+        block["index"] = 3 * block["pair"] + (BASELINE, other, ARM).index(block["arm"])
+    step = step_of({**facts, "blocks": blocks}, plan)
+    assert step.block is None and step.why == "every block of an arm that is not decided yet is measured"
+
+
 def test_a_gain_does_not_end_a_run_between_looks() -> None:
     assert step_of(facts_of(5, 1.06), plan_for(8, [6, 8])).block is not None
 
