@@ -49,8 +49,8 @@ class Production:
     def show(self, names: list[str]) -> dict[str, dict[str, str]]:
         return {name: {"LoadState": "loaded", "ActiveState": self.state, "MainPID": "0"} for name in names}
 
-    def http(self, url: str, payload: Any = None, timeout: float = 0) -> tuple[int, Any]:
-        del timeout
+    def http(self, url: str, payload: Any = None, timeout: float = 0, key: str = "") -> tuple[int, Any]:
+        del timeout, key
         if self.state != "active" or not self.healthy:
             return 0, "refused"
         return (200, {"tokens": self.tokens}) if payload else (200, [] if url.endswith("/slots") else {"status": "ok"})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_judge import ARM, BASELINE, RUN, block_of, facts_of, plan_of, spoil_samples
+from test_judge import ARM, BASELINE, PLAN, RUN, block_of, facts_of, plan_of, spoil_samples
 
 from k3deploy.commands.advise import advise, main, put_aside
 from k3deploy.facts import Facts, assemble
@@ -76,9 +76,9 @@ def test_a_run_ends_when_its_verdict_stands(gain: float, pairs: int, outcome: st
 
 
 def test_a_run_whose_only_blocks_left_are_of_a_decided_arm_is_at_its_end() -> None:
-    plan, facts = plan_for(5, [5]), facts_of(4, 0.9)
-    other = "U9"
-    plan["arms"].append({**plan["arms"][1], "name": other, "slug": other})
+    plan, facts = plan_for(5, [5]), facts_of(1)
+    other = next(arm["name"] for arm in PLAN["arms"] if arm["name"] not in (BASELINE, ARM))
+    plan["arms"] = PLAN["arms"]
     plan["blocks"] = [
         {"index": 3 * pair + place, "pair": pair, "arm": arm, "slug": arm.replace("@", "-")}
         for pair in range(5)
