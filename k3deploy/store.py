@@ -15,9 +15,9 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +249,11 @@ def layer_text(layer: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def lock(cluster: str, purpose: str) -> Iterator[None]:
+def lock(cluster: str, purpose: str) -> Iterator[Callable[[float], None]]:
     """Hold the controller's lock on a cluster; raises ``LockedError`` saying who holds it.
 
-    The lock goes with the process, however that ends.
+    Yields what tells others how many seconds the holder's window is open from now on. The lock goes with the process,
+    however that ends.
     """
     folder = state_dir() / "locks"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -266,15 +267,15 @@ def lock(cluster: str, purpose: str) -> Iterator[None]:
                 f"cluster {cluster} is in use by {_holder(path)}",
                 remedy="wait for it, or stop it with Ctrl-C where it runs: it brings production back first",
             ) from None
-        holder = {
-            "pid": os.getpid(),
-            "user": _user(),
-            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "purpose": purpose,
-        }
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(holder).encode(), 0)
-        yield
+        holder = {"pid": os.getpid(), "user": _user(), "since": _moment(), "purpose": purpose}
+
+        def tell(**more: str) -> None:
+            text = json.dumps({**holder, **more}).encode()
+            os.pwrite(handle, text, 0)
+            os.ftruncate(handle, len(text))
+
+        tell()
+        yield lambda seconds: tell(until=_moment(seconds))
     finally:
         # Closing gives the lock up. The file stays: removing it would let two processes lock two files of one name.
         os.close(handle)
@@ -283,9 +284,15 @@ def lock(cluster: str, purpose: str) -> Iterator[None]:
 def _holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-        return f"{holder['purpose']} (pid {holder['pid']}, user {holder['user']}, since {holder['since']})"
+        until = f", its window ends at {holder['until']}" if "until" in holder else ""
+        return f"{holder['purpose']} (pid {holder['pid']}, user {holder['user']}, since {holder['since']}{until})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another k3deploy, which has only just started"
+
+
+def _moment(seconds: float = 0) -> str:
+    """A time so many seconds from now, by this machine's clock."""
+    return (datetime.now().astimezone() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
 def _user() -> str:

@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,7 @@ def launch(
     layer["all"]["vars"]["k3_run_advisor"] = power.advisor(request.max_hours, cost)
     if check:
         return _check(planned, candidate, layer)
-    with lock(planned.cluster.name, f"apply {candidate}"):
+    with lock(planned.cluster.name, f"apply {candidate}") as open_for:
         deadline = request.deadline or consent.window_length(planned, run)
         consent.confirm(planned, store, run, yes, deadline)
         tool = planning.tool_identity()
@@ -165,7 +165,7 @@ def launch(
                 reason=request.reason,
                 deadline_s=deadline,
             )
-        return carry_out(run, inventory, planned.mapping, as_json=as_json)
+        return carry_out(run, inventory, planned.mapping, as_json=as_json, open_for=open_for)
 
 
 def _plan(
@@ -209,8 +209,18 @@ def _as_before(
     return run.candidate, inventory, {key: value or run.options.get(key) for key, value in options.items()}
 
 
-def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bool = False) -> int:
-    """Run the playbook, bring production back if that did not end well, judge what was measured; the exit code."""
+def carry_out(
+    run: Run,
+    inventory: Path,
+    plan: Mapping[str, Any],
+    *,
+    as_json: bool = False,
+    open_for: Callable[[float], object] = lambda _seconds: None,
+) -> int:
+    """Run the playbook, bring production back if that did not end well, judge what was measured; the exit code.
+
+    open_for: is told for how many seconds the window is open, once it is.
+    """
     from k3deploy.progress import Progress
     from k3deploy.runner import run_playbook
 
@@ -219,6 +229,8 @@ def carry_out(run: Run, inventory: Path, plan: Mapping[str, Any], *, as_json: bo
 
     def on_event(event: dict[str, Any]) -> None:
         result = (event.get("event_data") or {}).get("res")
+        if isinstance(result, Mapping) and isinstance(result.get("deadline_left_s"), int | float):
+            open_for(result["deadline_left_s"])
         if isinstance(result, Mapping) and isinstance(result.get("production"), Mapping):
             kept = result["production"].get("note") if result.get("close") is False else None
             if kept:

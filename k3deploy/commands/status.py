@@ -88,6 +88,11 @@ def production(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"answers": answers, "units": units}
 
 
+def head_was_read(report: Mapping[str, Any]) -> bool:
+    """Whether ``gather`` reached the rank that holds the window."""
+    return report["production"]["answers"] is not None
+
+
 def fabric_lines(fabric: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which RDMA device each rank's fabric address has now, or plainly that RPC can only run over TCP."""
     if fabric and all(found.get("device") is None for found in fabric.values()):
@@ -132,4 +137,4 @@ def _print(report: Mapping[str, Any]) -> None:
     out.print(Text(f"production {answers[report['production']['answers']]}"))
     for line in fabric_lines(report["fabric"]):
         out.print(Text(line))
-    out.print(Text(words(report["window"], known=not report["problems"])))
+    out.print(Text(words(report["window"], known=head_was_read(report))))

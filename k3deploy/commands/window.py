@@ -105,19 +105,19 @@ def close(inventory: Path, force: str, as_json: bool) -> int:
 def window_status(inventory: Path, as_json: bool) -> int:
     """Say who holds the window, since when and until when.
 
-    Exit code 1 when its end has passed: something kept the ranks from ending it.
+    Exit code 1 when its end has passed (something kept the ranks from ending it), and when the head was not reached.
     """
-    from k3deploy.commands.status import gather
+    from k3deploy.commands.status import gather, head_was_read
 
     report = gather(inventory)
     found = report["window"]
     if as_json:
         print_json(found)
     else:
-        click.echo(words(found, known=not report["problems"]))
+        click.echo(words(found, known=head_was_read(report)))
         for host, problem in report["problems"].items():
             warn(f"{host}: {problem}", "red")
-    return int(ExitCode.FAILED if stale(found) or (not found and report["problems"]) else ExitCode.OK)
+    return int(ExitCode.OK if head_was_read(report) and not stale(found) else ExitCode.FAILED)
 
 
 def stale(found: Mapping[str, Any] | None) -> bool:

@@ -113,7 +113,7 @@ def test_a_second_operator_is_told_who_holds_the_cluster_and_disturbs_nobody(
 ) -> None:
     first, rivals = stopped
     code, said = rivals.here
-    assert code == 5 and "apply candidate-U2" in said, said
+    assert code == 5 and "apply candidate-U2" in said and "since" in said and "its window ends at" in said, said
     code, said = rivals.elsewhere
     assert code == 5 and first.run.name in said, said
     assert (first.run / "blocks" / "000.json").exists()

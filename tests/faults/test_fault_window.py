@@ -172,3 +172,16 @@ def test_inventory_that_lost_a_rank(fault: Fault) -> None:
     code, words = rig.rollback()
     assert code == 0, words
     fault.holds("21, then 0", done.stderr, "rank1 (", "took part in the window and is not in this inventory")
+
+
+@pytest.mark.fault("a release is gone from a rank", "rollback")
+def test_release_that_is_gone(fault: Fault) -> None:
+    rig = fault.rig
+    with rig.applying("measure", extra=rig.one_block("pp256", 900, 1, 500)) as going:
+        going.until_measuring("pp256")
+        going.kill()
+    rig.controller.on("rank1", "rm -r $(readlink -f /opt/k3deploy/candidates/F1/release)")
+    code, words = rig.rollback()
+    assert code == 0, words
+    fault.holds("killed; rollback 0", words, "production is back")
+    rig.install()

@@ -167,10 +167,29 @@ def test_a_window_that_does_not_close_is_loud(playbooks: Playbooks, capfd: pytes
     assert "PRODUCTION IS NOT PROVEN TO BE BACK" in capfd.readouterr().err
 
 
-def test_status_of_a_stale_window_fails(playbooks: Playbooks, capfd: pytest.CaptureFixture[str]) -> None:
-    playbooks.say("status", state={"window": {**HELD, "left_s": -60}, "production": {}})
-    assert run(playbooks, "status") == 1
-    assert "STALE" in capfd.readouterr().out
+HEAD = {"head": {"status": 200}}
+
+
+@pytest.mark.parametrize(
+    ("window", "production", "code", "said"),
+    [
+        pytest.param({**HELD, "left_s": 60}, HEAD, 0, "held by ann@east", id="held"),
+        pytest.param({**HELD, "left_s": -60}, HEAD, 1, "STALE", id="its end has passed"),
+        pytest.param(None, HEAD, 0, "maintenance window: closed", id="closed"),
+        pytest.param(None, {}, 1, "maintenance window: not known", id="the head was not reached"),
+    ],
+)
+def test_status_says_how_the_window_stands_and_only_what_its_rank_said(
+    playbooks: Playbooks,
+    capfd: pytest.CaptureFixture[str],
+    window: dict[str, Any] | None,
+    production: dict[str, Any],
+    code: int,
+    said: str,
+) -> None:
+    playbooks.say("status", state={"window": window, "production": production})
+    assert run(playbooks, "status") == code
+    assert said in capfd.readouterr().out
 
 
 # --- what a rollback leaves -----------------------------------------------------------------------------------------

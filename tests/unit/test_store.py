@@ -161,14 +161,16 @@ def test_a_broken_record_is_an_error_for_people(store: Store) -> None:
 def test_a_second_process_is_told_who_holds_the_lock() -> None:
     code = (
         "import sys; from k3deploy.store import lock\n"
-        "with lock('lab', 'apply candidate-U2'): print('held', flush=True); sys.stdin.read()"
+        "with lock('lab', 'apply candidate-U2') as open_for: open_for(60); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(LockedError) as caught, lock("lab", "apply candidate-U9"):
             pass
-        assert f"pid {other.pid}" in str(caught.value) and "apply candidate-U2" in str(caught.value)
+        words = str(caught.value)
+        expected = (f"pid {other.pid}", "apply candidate-U2", "since ", "its window ends at ")
+        assert all(part in words for part in expected), words
         assert caught.value.exit_code is ExitCode.LOCKED
         with lock("gb10", "apply"):
             pass

@@ -88,16 +88,16 @@ class Driver:
     """The few calls of libcuda that the probe makes; every error is an OSError with the driver's own name for it."""
 
     def __init__(self):
-        self.library = ctypes.CDLL("libcuda.so.1")
+        self.driver = ctypes.CDLL("libcuda.so.1")
 
     def __getattr__(self, name):
-        function = getattr(self.library, name)
+        function = getattr(self.driver, name)
 
         def call(*arguments):
             result = function(*arguments)
             if result != 0:
                 text = ctypes.c_char_p()
-                self.library.cuGetErrorName(result, ctypes.byref(text))
+                self.driver.cuGetErrorName(result, ctypes.byref(text))
                 raise OSError(f"{name}: {(text.value or b'').decode() or result}")
 
         return call

@@ -240,9 +240,8 @@ def write_atomic(path, content, mode=0o644):
 def http_json(url, payload=None, timeout=10, key=""):
     """GET, or POST with a payload: (status, parsed JSON or text). Connection failures are status 0 with the reason. key: an API key."""
     data = None if payload is None else json.dumps(payload).encode()
-    request = urllib.request.Request(
-        url, data=data, headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    )
+    authorization = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json", **authorization})
     # A proxy in the environment must never carry a request to a rank's own address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

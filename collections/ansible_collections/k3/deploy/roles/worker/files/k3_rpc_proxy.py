@@ -181,12 +181,12 @@ class Connection:
                 self.bound(owner, what)
                 continue
             begun = receive(self.server, min(count, PEEKED))
+            if what == HELLO:
+                self.greeted(begun)  # before the head sees it: what it sends next must not be timed where nothing can be
             self.head.sendall(size + begun)
             forward(self.server, self.head, count - len(begun), buffer)
             if what == GET_TENSOR:
                 self.add(self.gets, count, seen)
-            elif what == HELLO:
-                self.greeted(begun)
         self.give_up("the server answers what it was not asked")
         self.head.sendall(size)
         self.pass_on(self.server, self.head, buffer)
