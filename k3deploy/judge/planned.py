@@ -1,4 +1,4 @@
-"""The plan, as far as a verdict needs it."""
+"""The plan, as far as a verdict needs it, and the shape of what its report reads beside that."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class PlannedArm(_View):
     notes: list[str] = Field(default_factory=list)
     candidate: str = ""
     gates: dict[str, PlannedGate] | None = None
+    differences: list[dict[str, Any]] = Field(default_factory=list)
 
 
 class Known(_View):
@@ -77,6 +78,8 @@ class PlanView(_View):
     """``arms[0]`` is the baseline."""
 
     candidate: str
+    rows: list[dict[str, Any]] = Field(default_factory=list)
+    model: dict[str, Any] | None = None
     arms: list[PlannedArm] = Field(min_length=2)
     gates: dict[str, PlannedGate]
     findings: list[Known] = Field(default_factory=list)

@@ -29,8 +29,7 @@ HEADINGS = ("arm", "hypothesis", "verdict", "effect", "guards", "cost")
 
 def matrix_rows(plan: Mapping[str, Any], facts: Facts, verdict: Verdict) -> list[MatrixRow]:
     """A row an arm, in the plan's order."""
-    rows = [row for row in plan.get("rows") or [] if isinstance(row, Mapping)]
-    titles = {str(row.get("id")): str(row.get("title") or "") for row in rows}
+    titles = {str(row.get("id")): str(row.get("title") or "") for row in plan.get("rows") or []}
     return [
         MatrixRow(
             arm=arm.arm,

@@ -122,7 +122,6 @@ def _plan_differences(plan: Mapping[str, Any]) -> dict[str, list[DifferenceRow]]
         str(arm.get("name")): [
             DifferenceRow(str(entry.get("key")), words.plain(entry.get("baseline")), words.plain(entry.get("arm")))
             for entry in arm.get("differences") or []
-            if isinstance(entry, Mapping)
         ]
         for arm in (plan.get("arms") or [])[1:]
     }

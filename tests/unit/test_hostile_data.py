@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT / "collections"))
 from ansible_collections.k3.deploy.plugins.module_utils import host  # noqa: E402
 
 RUN = ROOT / "tests/fixtures/run-small"
-FEW = settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 ODD_TEXT = st.one_of(
     st.text(max_size=12),
