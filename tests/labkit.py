@@ -24,7 +24,8 @@ from k3deploy import inventory as inventories
 from k3deploy.build_key import build_key
 from k3deploy.inventory import BuildSpec
 from k3deploy.lab.cluster import Lab
-from k3deploy.lab.model import SPECS, ensure_model
+from k3deploy.lab.model import SPECS
+from k3deploy.lab.model_cache import ensure_model
 from k3deploy.lab.source import ensure_source
 from k3deploy.paths import write_json
 from k3deploy.runner import run_playbook

@@ -22,7 +22,8 @@ from typing import Any
 from labkit import Release
 
 from k3deploy.lab.cluster import Lab
-from k3deploy.lab.model import SPECS, default_directory, ensure_model
+from k3deploy.lab.model import SPECS
+from k3deploy.lab.model_cache import default_directory, ensure_model
 
 ROLES = (Path(__file__).parents[1] / "collections/ansible_collections/k3/deploy/roles").resolve()
 HARNESS = ROLES / "benchmark/files/k3_bench.py"

@@ -9,15 +9,9 @@ from typing import cast
 import click
 
 from k3deploy.commands.options import UsageProblem
-from k3deploy.lab.model import (
-    MODEL_TYPES,
-    SPECS,
-    ModelType,
-    Quantizer,
-    default_directory,
-    ensure_model,
-    quantize_iq1_s,
-)
+from k3deploy.lab.model import MODEL_TYPES, SPECS, ModelType
+from k3deploy.lab.model_cache import Quantizer, default_directory, ensure_model
+from k3deploy.lab.quantize import quantize_iq1_s
 
 
 @click.command(

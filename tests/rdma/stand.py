@@ -31,7 +31,8 @@ from k3deploy.lab import bootstrap
 from k3deploy.lab.config import lab_config
 from k3deploy.lab.engine import Engine
 from k3deploy.lab.host import decide, probe
-from k3deploy.lab.model import SPECS, ModelFile, ensure_model
+from k3deploy.lab.model import SPECS
+from k3deploy.lab.model_cache import ModelFile, ensure_model
 from k3deploy.lab.packages import ensure_packages
 from k3deploy.paths import write_json
 from k3deploy.plan.transport import with_ring

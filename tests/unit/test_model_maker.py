@@ -23,17 +23,12 @@ from k3deploy.lab.model import (
     SPECIAL_TOKENS,
     SPECS,
     byte_alphabet,
-    calibration_text,
-    default_directory,
-    ensure_model,
-    file_sha256,
-    iq1_s_commands,
     make_model,
     merges,
-    model_facts,
-    quantize_iq1_s,
     tensor_specs,
 )
+from k3deploy.lab.model_cache import default_directory, ensure_model, file_sha256, model_facts
+from k3deploy.lab.quantize import calibration_text, iq1_s_commands, quantize_iq1_s
 from k3deploy.model_facts import model_facts_from_mapping, read_model_facts
 
 TINY = SPECS["tiny"]
