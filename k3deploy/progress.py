@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import threading
@@ -344,12 +345,19 @@ class Progress:
             return Group(phases, ranks)
 
 
+_DIGITS = 18  # more is no count of anything
+
+
 def _title(task: str) -> str:
     """A task's name without the phase before its bar: the phase is shown anyway."""
     return printable(task.partition(" | ")[2] or task)
 
 
 def _int(values: Mapping[str, Any], key: str) -> int:
+    """A count that a rank reported; 0 where it is none."""
     value = values.get(key)
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) else 0
     # Jinja hands numbers over as text where a template made them.
-    return int(value) if isinstance(value, int | float) or (isinstance(value, str) and value.isdigit()) else 0
+    text = isinstance(value, str) and value.isdecimal() and len(value) <= _DIGITS
+    return int(value) if text or isinstance(value, int) else 0

@@ -21,6 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3deploy.commands.planning import tool_identity
+
 HARNESS = (
     Path(__file__).parents[2] / "collections/ansible_collections/k3/deploy/roles/benchmark/files/k3_bench.py"
 ).resolve()
@@ -279,7 +281,7 @@ def test_the_batches_in_which_a_prompt_was_evaluated_are_recorded(server: FakeSe
     _, result = Run(tmp_path, request_for(server, cells=cells)).finish()
     assert samples(result, "pp64", "cold")[0]["batches"] == [24, 24, 16]
     assert samples(result, "pp64", "cached")[0]["batches"] == [24]
-    assert bench.batch_sizes([], {"cache_n": 0, "prompt_n": 64}) is None
+    assert bench.k3_client.batch_sizes([], {"cache_n": 0, "prompt_n": 64}) is None
 
 
 def test_a_server_that_shows_nothing_is_said_to_be_unwatched(server: FakeServer, tmp_path: Path) -> None:
@@ -408,3 +410,8 @@ def test_graph_counts_are_read_from_the_last_timings_of_a_log(tmp_path: Path) ->
     log = tmp_path / "head.log"
     log.write_text("x |    graphs reused =          6\ny |    graphs reused =         36\n")
     assert bench.last_graphs_reused(str(log)) == (36, 2)
+
+
+def test_the_harness_names_itself_by_all_its_files_and_the_controller_by_the_same() -> None:
+    assert {path.name for path in HARNESS.parent.glob("*.py")} == {"k3_bench.py", "k3_client.py", "k3_parity.py"}
+    assert bench.own_sha256() == tool_identity()["harness_sha256"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from testinfra.host import Host
 
 FILES = Path(__file__).parents[4] / "roles" / "benchmark" / "files"
-HARNESS = ("k3_bench.py", "k3_parity.py")
+HARNESS = ("k3_bench.py", "k3_client.py", "k3_parity.py")
 ROOT = "/opt/k3deploy"
 
 
