@@ -359,5 +359,6 @@ def _int(values: Mapping[str, Any], key: str) -> int:
     if isinstance(value, float):
         return int(value) if math.isfinite(value) else 0
     # Jinja hands numbers over as text where a template made them.
-    text = isinstance(value, str) and value.isdecimal() and len(value) <= _DIGITS
-    return int(value) if text or isinstance(value, int) else 0
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() and len(value) <= _DIGITS else 0
+    return value if isinstance(value, int) else 0

@@ -51,32 +51,29 @@ def refused(fault: Fault, extra: dict[str, Any], *words: str) -> None:
     fault.holds(done.code, done.said, *words)
 
 
-@pytest.mark.fault("the disk of a rank is full", "install")
-def test_full_disk(fault: Fault) -> None:
-    with (
-        build(fault.rig, "head -c 3000000 /dev/urandom > llama-server") as extra,
-        fault.rig.mounted("rank1", f"-t tmpfs -o size=1m,mode=755 none {RELEASES}", RELEASES),
-    ):
-        refused(
-            fault,
-            extra,
-            "rank1: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
-            "No space left on device",
-        )
-
-
-@pytest.mark.fault("the target is read-only", "install")
-def test_read_only_target(fault: Fault) -> None:
-    with (
-        build(fault.rig, "echo program > llama-server") as extra,
-        fault.rig.mounted("rank1", f"-o bind,ro {RELEASES} {RELEASES}", RELEASES),
-    ):
-        refused(
-            fault,
-            extra,
-            "rank1: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed",
-            "Read-only file system",
-        )
+@pytest.mark.parametrize(
+    ("content", "mount", "why"),
+    [
+        pytest.param(
+            *(
+                "head -c 3000000 /dev/urandom",
+                f"-t tmpfs -o size=1m,mode=755 none {RELEASES}",
+                "No space left on device",
+            ),
+            marks=pytest.mark.fault("the disk of a rank is full", "install"),
+            id="full",
+        ),
+        pytest.param(
+            *("echo program", f"-o bind,ro {RELEASES} {RELEASES}", "Read-only file system"),
+            marks=pytest.mark.fault("the target is read-only", "install"),
+            id="read-only",
+        ),
+    ],
+)
+def test_disk_that_takes_nothing(fault: Fault, content: str, mount: str, why: str) -> None:
+    lead = "rank1: Assemble and verify the release: release f00dfeedf00dfeed-00000000 was not installed"
+    with build(fault.rig, f"{content} > llama-server") as extra, fault.rig.mounted("rank1", mount, RELEASES):
+        refused(fault, extra, lead, why)
 
 
 @pytest.mark.fault("an archive whose content is damaged", "install")
