@@ -103,6 +103,7 @@ class ModelFacts:
         )
 
 
+MAX_READS = 5_000_000  # several times what a vocabulary of 160 000 tokens with its merges takes
 MAX_LAYERS = 10_000  # far above any model, far below what makes tables of layers a burden
 _LAYER_OF = re.compile(r"blk\.(\d+)\.")
 _SPLIT_NAME = re.compile(r"-00001-of-(\d{5})\.gguf$")
@@ -110,10 +111,8 @@ _SPLIT_NAME = re.compile(r"-00001-of-(\d{5})\.gguf$")
 
 def read_model_facts(path: Path) -> ModelFacts:
     """The facts of a GGUF, from its tensor table and keys; of a split model, give the first file."""
-    from gguf import GGUFReader
-
     try:
-        readers = [GGUFReader(part) for part in _parts(path)]
+        readers = [_reader(part) for part in _parts(path)]
         keys = _Keys(path, {name: value.contents() for name, value in readers[0].fields.items()})
         sizes = [(tensor.name, int(tensor.n_bytes)) for reader in readers for tensor in reader.tensors]
         return keys.facts(sizes)
@@ -122,6 +121,26 @@ def read_model_facts(path: Path) -> ModelFacts:
     except Exception as error:  # the reader believes what a file says of itself: a damaged one breaks it anywhere
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InputError([Problem(path, 0, f"cannot read the model: {reason}")]) from None
+
+
+def _reader(path: Path) -> Any:
+    """gguf's own reader, which alone would follow a damaged length for years; here reading ends with the file."""
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        reads = 0
+
+        def _get(self, offset: int, *rest: Any, **more: Any) -> Any:
+            self.reads += 1
+            if self.reads > MAX_READS:
+                raise ValueError(f"it has more than {MAX_READS} values beside its tensors: a length in it is damaged")
+            found = super()._get(offset, *rest, **more)
+            # The characters of an empty string are the one thing that may have no size at the very end.
+            if offset > len(self.data) or (offset == len(self.data) and "count" not in more and len(rest) < 2):
+                raise ValueError("it ends before what it says of itself")
+            return found
+
+    return Bounded(path)
 
 
 def _parts(path: Path) -> list[Path]:

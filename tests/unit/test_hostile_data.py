@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -323,6 +324,16 @@ def test_models_cut_off_or_damaged(gguf_bytes: bytes, end: int, changes: list[tu
             forecast(read_model_facts(path), {"ctx_size": 64, "parallel": 1}, [ForecastRank("a", 2**30)])
         except K3Error as error:
             assert str(error)
+
+
+def test_a_length_that_leads_out_of_the_file_is_an_error_at_once(tmp_path: Path) -> None:
+    # The key general.tags with an array of 2^62 bytes, as the last that the file has.
+    key, many = b"general.tags", 1 << 62
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    path = tmp_path / "m.gguf"
+    path.write_bytes(head + struct.pack("<IIQ", 9, 0, many) + bytes(100))
+    with pytest.raises(K3Error, match="it ends before what it says of itself"):
+        read_model_facts(path)
 
 
 @FEW
