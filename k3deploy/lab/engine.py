@@ -238,7 +238,7 @@ class Engine:
         # SYS_ADMIN lets systemd sandbox units (ProtectSystem= and the like), SYS_PTRACE lets root see what another
         # user's process runs, NET_ADMIN (of the container's own network) and IPC_LOCK are what a rank's root has.
         # All of it is less than --privileged, which would hand out the host's devices and kernel settings.
-        capabilities = ["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE", "NET_ADMIN", "IPC_LOCK"]
+        capabilities = ["SYS_ADMIN", "SYS_PTRACE", "DAC_READ_SEARCH", "SYS_NICE", "NET_ADMIN", "IPC_LOCK"]
         if self.decision.grant_sys_resource:
             capabilities.append("SYS_RESOURCE")
         options = [part for capability in capabilities for part in ("--cap-add", capability)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from faultkit import MEMINFO, Fault
+from faultkit import MEMINFO, RANKS, Fault
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("installed")]
 
@@ -90,6 +90,10 @@ def test_kill_of_the_head(fault: Fault) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+TRIPPED = "/opt/k3deploy/state/guard-tripped.json"
+LOW = f"sed -i 's/^MemAvailable:.*/MemAvailable: 1024000 kB/' {MEMINFO}"
+
+
 @pytest.mark.parametrize(
     "least",
     [
@@ -99,13 +103,31 @@ def test_kill_of_the_head(fault: Fault) -> None:
 )
 def test_memory_floor(fault: Fault, least: str) -> None:
     fault.rig.controller.everywhere(f"cp /proc/meminfo {MEMINFO}")
-    low = f"sed -i 's/^MemAvailable:.*/MemAvailable: 1024000 kB/' {MEMINFO}"
-    broken = break_in(fault, "rank1", low, k3_guard={"meminfo": MEMINFO})
+    broken = break_in(fault, "rank1", LOW, k3_guard={"meminfo": MEMINFO})
     assert broken.code == 10, broken.said  # the run ended early, and its verdict is REJECT all the same
     assert broken.record["ranks"]["rank1"]["memory"][least] == 1000
     fault.holds(
         broken.code, broken.said, "memory floor crossed on rank1: 1000 MiB", "candidate stopped by the guard", "REJECT"
     )
+
+
+@pytest.mark.fault("memory floor crossed with the controller dead", "prefill")
+def test_memory_floor_with_nobody_there(fault: Fault) -> None:
+    rig = fault.rig
+    rig.controller.everywhere(f"cp /proc/meminfo {MEMINFO}")
+    guard = {"meminfo": MEMINFO, "orphan_s": 2}
+    with rig.applying("measure", extra={**rig.one_block("pp256", 900, 1, 500), "k3_guard": guard}) as going:
+        going.until_measuring("pp256")
+        going.kill()
+    rig.controller.on("rank1", LOW)
+    # The worker goes with its guard's stop, the head with its worker, and the head's own worker when its head is gone.
+    for rank in RANKS:
+        rig.until(rank, "! systemctl is-active --quiet 'k3-candidate-worker@*' 'k3-candidate-head@*'")
+    texts = [json.loads(rig.controller.on(rank, f"cat {TRIPPED}"))["text"] for rank in reversed(RANKS)]
+    code, words = rig.rollback()
+    assert code == 0, words
+    said = f"rank1: {texts[0]}; rank0: {texts[1]}"
+    fault.holds("killed; rollback 0", said, "MemAvailable 1000 MiB is below the floor of 1536 MiB", "is gone for")
 
 
 # --- what does not listen, and what is in the way --------------------------------------------------------------------

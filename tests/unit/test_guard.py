@@ -388,6 +388,21 @@ def test_a_worker_that_lost_its_head_is_stopped_after_the_time_for_it_and_not_be
     assert rank.record()["what"] == "orphan"
 
 
+def test_a_head_that_lived_for_less_than_a_second_leaves_an_orphan_too(rank: Rank) -> None:
+    worker, port = serving(rank)
+    rank.arm(orphan_s=20)
+    watching = rank.watch()
+    watching.step(0.0)
+    with socket.create_connection(("127.0.0.1", port)):
+        time.sleep(0.1)
+        watching.step(0.4)
+    time.sleep(0.2)
+    watching.step(1.2)
+    watching.step(21.4)
+    ended(worker)
+    assert rank.record()["what"] == "orphan"
+
+
 def test_a_head_that_comes_back_in_time_saves_its_worker(rank: Rank) -> None:
     worker, port = serving(rank)
     rank.arm(orphan_s=20)

@@ -282,7 +282,7 @@ class Guard:
         self.path = os.path.join(self.state, "guard.json")
         self.root, self.units = root, units or Units()
         self.config, self.stamp, self.boot = None, None, boot_id()
-        self.series, self.arm, self.members = None, None, set()
+        self.series, self.arm, self.members, self.workers = None, None, set(), {}
         self.acted, self.warned, self.blind = False, False, None
         self.links = Links()
         self.psi, self.slow_at = (-1.0, -1.0), 0.0
@@ -325,14 +325,15 @@ class Guard:
             running = self.units.running()
             self.follow(running)
         self.look(now)
-        if slow:
-            self.orphans(now, running)
-            return self.deadline(now, ended)
-        return True
+        # A head that lived for less than a second had its worker too: until that was seen, every look asks.
+        if slow or not self.workers.keys() <= self.links.had:
+            self.orphans(now)
+        return self.deadline(now, ended) if slow else True
 
     def follow(self, running):
         """Which arm runs; a new start of one begins a new series and forgets what was seen of the last."""
         servers = {name: path for name, path in running.items() if name.startswith(SERVERS)}
+        self.workers = {name: path for name, path in servers.items() if name.startswith(SERVERS[0])}
         members = set()
         for name, path in servers.items():
             try:
@@ -377,10 +378,9 @@ class Guard:
             self.warned = True
             say("warning: MemAvailable %d MiB, floor %d MiB (arm %s)" % (available, floor, self.arm))
 
-    def orphans(self, now, running):
+    def orphans(self, now):
         """A worker that had a head and lost it is stopped: nobody will ever ask it again, and its memory is needed."""
-        workers = {name: path for name, path in running.items() if name.startswith(SERVERS[0])}
-        name, seconds = self.links.longest_loss(workers, now)
+        name, seconds = self.links.longest_loss(self.workers, now)
         if name and seconds >= self.config.get("orphan_s", 20):
             self.act("orphan", "the head's connection to %s is gone for %.0f s" % (name, seconds), None)
 
