@@ -121,7 +121,9 @@ class Rig:
     def until(self, rank: str, condition: str) -> None:
         """Wait on a rank until a shell command succeeds."""
         waiting = f"timeout 90 bash -c {shlex.quote(f'until {condition}; do sleep 0.05; done')}"
-        there = "systemctl status --no-pager -n 5 'k3-candidate*' >&2; ss -tnp >&2; cat /opt/k3deploy/state/guard.json >&2"
+        there = (
+            "systemctl status --no-pager -n 5 'k3-candidate*' >&2; ss -tnp >&2; cat /opt/k3deploy/state/guard.json >&2"
+        )
         self.controller.on(rank, f"{waiting} || {{ {there}; exit 1; }}")
 
     def arm(self, rank: str, when: str, then: str) -> None:

@@ -32,17 +32,23 @@ Safe to repeat: nothing is built, copied or restarted that did not change.""",
 def production(inventory: Path, matrix_dir: Path | None) -> None:
     """Build llama.cpp in the lab and bring its production service up."""
     from k3deploy import inventory as inventories
+
+    lab = Lab.from_environment()
+    _check_addresses(lab, inventories.load(inventory))
+    ensure_source(lab.config.cache_dir / "src", progress=click.echo)
+    bring_up(inventory, matrix_dir)
+
+
+def bring_up(inventory: Path, matrix_dir: Path | None) -> None:
+    """Build the baseline and run it as a production service on the ranks of a cluster whose name begins with lab."""
     from k3deploy.paths import state_dir, write_text
     from k3deploy.plan import render_run_layer
     from k3deploy.progress import Progress
     from k3deploy.runner import run_playbook
     from k3deploy.store import layer_text, lock
 
-    lab = Lab.from_environment()
-    _check_addresses(lab, inventories.load(inventory))
     # Any row that runs the baseline's own build has the baseline as its first arm.
     planned = planning.make("candidate-U2", inventory, matrix_dir)
-    ensure_source(lab.config.cache_dir / "src", progress=click.echo)
     place = state_dir() / "lab-production" / planned.cluster.name
     layer = _baseline_alone(render_run_layer(planned.plan))
     layer["all"]["vars"] |= {"k3_run_id": "lab-production", "k3_run_dir": str(place)}

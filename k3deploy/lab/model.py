@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-ModelType = Literal["f16", "q8_0", "iq1_s"]
+# iq1_s: every matrix, quantized by llama.cpp's own tools. iq1_s_experts: the experts are drawn as IQ1_S blocks,
+# the rest is q8_0; at the real model's sizes the experts of one layer would be 59 GB as f16.
+ModelType = Literal["f16", "q8_0", "iq1_s", "iq1_s_experts"]
 MODEL_TYPES: tuple[ModelType, ...] = get_args(ModelType)
 ARCH = "kimi-k3"
 
@@ -35,6 +37,8 @@ ROPE_DIM = 64  # sizes the uncompressed part of K; K3's MLA never rotates it
 NOPE_DIM = 128
 V_HEAD_DIM = 128
 CONV_KERNEL = 4
+IQ1_S_BLOCK = (256, 50)  # weights, bytes: a half-precision scale, then grid indices, signs and small scales
+IQ1_S_RMS = 7.208  # of the weights of random blocks whose scale is one
 GATE_LOWER_BOUND = -5.0
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
@@ -129,6 +133,24 @@ SPECS: dict[str, ModelSpec] = {
         n_latent=256,
         n_expert=16,
         n_expert_used=2,
+        n_expert_shared=1,
+        n_dense=1,
+        residual_block=2,
+        n_vocab=2048,
+        n_ctx=65536,
+    ),
+    # for a GPU: four layers of the real sizes, so that prefill costs what it costs there (20 GB as iq1_s_experts)
+    "gpu": ModelSpec(
+        name="gpu",
+        n_layer=4,
+        n_embd=7168,
+        n_head=96,
+        q_lora_rank=1536,
+        n_ff=18432,
+        n_ff_expert=3072,
+        n_latent=3584,
+        n_expert=896,
+        n_expert_used=16,
         n_expert_shared=1,
         n_dense=1,
         residual_block=2,
@@ -242,6 +264,11 @@ class TensorSpec:
     mean: float = 0.0
     matrix: bool = False
 
+    @property
+    def is_experts(self) -> bool:
+        """Does it hold one matrix for each expert?"""
+        return self.name.endswith("_exps.weight")
+
 
 def _matrix(name: str, *shape: int, gain: float = 1.0) -> TensorSpec:
     """A weight whose output has ``gain`` times the root mean square of its input (uniform variance is spread^2 / 3)."""
@@ -348,41 +375,73 @@ def _favour_text(output: NDArray[np.float32]) -> None:
         output[FIRST_BYTE + byte] *= 0.02
 
 
-def make_model(path: Path, spec: ModelSpec, seed: int, model_type: Literal["f16", "q8_0"] = "f16") -> None:
+def _iq1_s_blocks(tensor: TensorSpec, seed: int) -> NDArray[np.uint8]:
+    """One tensor as IQ1_S blocks of random bits: every pattern is valid, and one scale gives them the right size."""
+    import numpy as np
+
+    weights, length = IQ1_S_BLOCK
+    rows = (*tensor.shape[:-1], tensor.shape[-1] // weights * length)
+    size = int(np.prod(rows))
+    stream = np.random.PCG64([seed, zlib.crc32(tensor.name.encode())])
+    blocks = stream.random_raw((size + 7) // 8).astype("<u8", copy=False).view(np.uint8)[:size].reshape(-1, length)
+    scale = np.array([tensor.spread / 3.0**0.5 / IQ1_S_RMS], "<f2")
+    blocks[:, :2] = scale.view(np.uint8)
+    return blocks.reshape(rows)
+
+
+def make_model(
+    path: Path, spec: ModelSpec, seed: int, model_type: Literal["f16", "q8_0", "iq1_s_experts"] = "f16"
+) -> None:
     """Write the GGUF of ``spec`` from ``seed`` to ``path``, byte-identical for the same arguments; atomic (rename)."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
-    quantized = GGMLQuantizationType.Q8_0
+    kinds = GGMLQuantizationType
+    file_type = {
+        "f16": LlamaFileType.MOSTLY_F16,
+        "q8_0": LlamaFileType.MOSTLY_Q8_0,
+        "iq1_s_experts": LlamaFileType.MOSTLY_IQ1_S,
+    }[model_type]
+
+    def kind(tensor: TensorSpec) -> GGMLQuantizationType:
+        if not tensor.matrix:
+            return kinds.F32
+        if model_type == "f16":
+            return kinds.F16
+        return kinds.IQ1_S if model_type == "iq1_s_experts" and tensor.is_experts else kinds.Q8_0
+
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     writer = GGUFWriter(partial, ARCH)
     try:
         _write_keys(writer, spec)
         _write_tokenizer(writer, spec.n_vocab)
-        writer.add_file_type(LlamaFileType.MOSTLY_F16 if model_type == "f16" else LlamaFileType.MOSTLY_Q8_0)
+        writer.add_file_type(file_type)
         writer.add_quantization_version(2)
         tensors = list(tensor_specs(spec))
         for tensor in tensors:
             size = int(np.prod(tensor.shape))
-            if not tensor.matrix:
-                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size * 4)
-            elif model_type == "f16":
-                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float16), size * 2)
+            wanted = kind(tensor)
+            if wanted in (kinds.F32, kinds.F16):
+                dtype = np.dtype(np.float32 if wanted == kinds.F32 else np.float16)
+                writer.add_tensor_info(tensor.name, tensor.shape, dtype, size * dtype.itemsize)
             else:
-                packed = quants.quant_shape_to_byte_shape(tensor.shape, quantized)
-                writer.add_tensor_info(tensor.name, packed, np.dtype(np.uint8), int(np.prod(packed)), quantized)
+                packed = quants.quant_shape_to_byte_shape(tensor.shape, wanted)
+                writer.add_tensor_info(tensor.name, packed, np.dtype(np.uint8), int(np.prod(packed)), wanted)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
+            wanted = kind(tensor)
+            if wanted == kinds.IQ1_S:
+                writer.write_tensor_data(_iq1_s_blocks(tensor, seed))
+                continue
             values = _values(tensor, seed)
-            if not tensor.matrix:
-                writer.write_tensor_data(values)
-            elif model_type == "f16":
-                writer.write_tensor_data(values.astype(np.float16))
-            else:
-                writer.write_tensor_data(quants.quantize(values, quantized))
+            if wanted == kinds.F16:
+                values = values.astype(np.float16)
+            elif wanted == kinds.Q8_0:
+                values = quants.quantize(values, wanted)
+            writer.write_tensor_data(values)
         writer.close()
         partial.replace(path)
     finally:
