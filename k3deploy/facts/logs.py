@@ -27,6 +27,10 @@ COUNTS = {
     "kda_chunked_fallback",
     "iq1s_grouped_active",
     "iq1s_grouped_fallback",
+    "iq1s_rows256_active",
+    "iq1s_rows256_fallback",
+    "iq1s_ncols_active",
+    "iq1s_ncols_fallback",
 }
 _GRAPHS_REUSED = re.compile(r"graphs reused\s*=\s*(\d{1,18})(?!\d)")
 _PIPELINE = re.compile(r"pipeline parallelism enabled(?:\s*\(n_copies\s*=\s*(\d{1,9})\))?")
@@ -59,6 +63,8 @@ _FLASHKDA = re.compile(r"K3_FLASHKDA_(ACTIVE|FALLBACK)")
 _KDA_BLOCKED = re.compile(r"K3_KDA_BLOCKED_(ACTIVE|FALLBACK)")
 _KDA_CHUNKED = re.compile(r"K3_KDA_CHUNKED_(ACTIVE|FALLBACK)")
 _IQ1S_GROUPED = re.compile(r"K3_IQ1S_GROUPED_(ACTIVE|FALLBACK)")
+_IQ1S_ROWS256 = re.compile(r"K3_IQ1S_ROWS256_(ACTIVE|FALLBACK)")
+_IQ1S_NCOLS = re.compile(r"K3_IQ1S_NCOLS_(ACTIVE|FALLBACK)")
 _RPC_TIMING = re.compile(
     r"K3_RPC_TIMING .*end_us=(\d{1,18}) prepare_us=(\d{1,15}) compute_us=(\d{1,15})"
     r" .*set_us=(\d{1,15}) .*get_us=(\d{1,15})"
@@ -197,6 +203,8 @@ def _markers(text: str) -> dict[str, int]:
     blocked = _KDA_BLOCKED.findall(text)
     chunked = _KDA_CHUNKED.findall(text)
     grouped = _IQ1S_GROUPED.findall(text)
+    rows256 = _IQ1S_ROWS256.findall(text)
+    ncols = _IQ1S_NCOLS.findall(text)
     return {
         "flashkda_active": found.count("ACTIVE"),
         "flashkda_fallback": found.count("FALLBACK"),
@@ -206,6 +214,10 @@ def _markers(text: str) -> dict[str, int]:
         "kda_chunked_fallback": chunked.count("FALLBACK"),
         "iq1s_grouped_active": grouped.count("ACTIVE"),
         "iq1s_grouped_fallback": grouped.count("FALLBACK"),
+        "iq1s_rows256_active": rows256.count("ACTIVE"),
+        "iq1s_rows256_fallback": rows256.count("FALLBACK"),
+        "iq1s_ncols_active": ncols.count("ACTIVE"),
+        "iq1s_ncols_fallback": ncols.count("FALLBACK"),
     }
 
 

@@ -255,6 +255,10 @@ class Observations(Record):
     kda_chunked_fallback: int | None = None
     iq1s_grouped_active: int | None = None
     iq1s_grouped_fallback: int | None = None
+    iq1s_rows256_active: int | None = None
+    iq1s_rows256_fallback: int | None = None
+    iq1s_ncols_active: int | None = None
+    iq1s_ncols_fallback: int | None = None
     rank_forward_ms: dict[str, float] = Field(default_factory=dict)
     rank_rpc_ms: dict[str, float] = Field(default_factory=dict)
     rank_rpc_p99_ms: dict[str, float] = Field(default_factory=dict)

@@ -6,6 +6,8 @@
 //                         weights is in the cache when a launch begins
 //   iq1s_grouped sweep    the same from 1 to 4096 tokens
 //   iq1s_grouped one [tokens [repeats]]   one shape, for a profiler
+//   iq1s_grouped model parity|time        both at the model's shapes alone: 512, 1024 and 2048 tokens, uniform and skewed
+//   iq1s_grouped rows     parity for numbers of rows that are no multiple of a tile's
 //   iq1s_grouped small    a few operations on small shapes, for compute-sanitizer
 //
 // iq1s_grouped.sh builds it against a source tree. The switch of a patch set is an environment variable, so each run shows one path.
@@ -285,10 +287,12 @@ static void parity(const shape & s, char * x) {
     std::vector<float> out(op.n_out);
     CHECK(cudaMemcpy(out.data(), op.out, op.n_out * sizeof(float), cudaMemcpyDeviceToHost));
     uint64_t hash = 0xCBF29CE484222325ull;
+    int64_t  unwritten = 0;
     for (int64_t i = 0; i < op.n_out; i++) {
         uint32_t bits;
         memcpy(&bits, &out[i], 4);
         hash = (hash ^ bits) * 0x100000001B3ull;
+        unwritten += bits == 0xFFFFFFFF;
     }
     double * wanted;
     CHECK(cudaMalloc(&wanted, s.rows * sizeof(double)));
@@ -307,9 +311,14 @@ static void parity(const shape & s, char * x) {
     }
     cudaFree(wanted);
     const double n = (double) s.rows * ((n_columns + step - 1) / step);
-    printf("%4d/%-2d %4dx%4d %s%-7s n=%-5d largest=%-4d relative rms error %.9f worst/rms %.5f hash %016llx\n", s.experts, s.used, s.rows, s.k,
+    printf("%4d/%-2d %4dx%4d %s%-7s n=%-5d largest=%-4d relative rms error %.9f worst/rms %.5f hash %016llx", s.experts, s.used, s.rows, s.k,
            s.shared ? "shared " : "own    ", s.skewed ? "skewed" : "uniform", s.tokens, op.largest, std::sqrt(error / square),
            worst / std::sqrt(square / n), (unsigned long long) hash);
+    if (unwritten > 0) {
+        printf(" NOT WRITTEN: %lld of %lld", (long long) unwritten, (long long) op.n_out);
+    }
+    printf("\n");
+    fflush(stdout);
 }
 
 static void time_of(const shape & s, char * x, int repeats) {
@@ -349,8 +358,35 @@ int main(int argc, char ** argv) {
         parity({ 4, 1, 512, 512, 33, true, false }, x);
         return 0;
     }
+    if (mode == "rows") {
+        char * x = weights(8, 1920, 1024);
+        for (int rows : { 8, 248, 256, 264, 1000, 1152, 1920 }) { // below, at and above a tile; multiples of 128 and not
+            for (int tokens : { 1, 5, 40, 100, 600 }) {
+                parity({ 8, 2, rows, 1024, tokens, true, false }, x);
+                parity({ 8, 2, rows, 768, tokens, false, true }, x);
+            }
+        }
+        return 0;
+    }
     char * x = weights(896, 3584, 3072); // both orientations hold as much
-    if (mode == "parity") {
+    if (mode == "model") {
+        const bool timed = argc > 2 && std::string(argv[2]) == "time";
+        const auto both  = [&](const shape & s) {
+            if (timed) {
+                time_of(s, x, 7);
+            } else {
+                parity(s, x);
+            }
+        };
+        for (int tokens : { 512, 1024, 2048 }) {
+            for (bool skewed : { false, true }) {
+                both({ 896, 16, 3072, 3584, tokens, true, skewed });
+                both({ 896, 16, 3584, 3072, tokens, false, skewed });
+            }
+        }
+        both({ 568, 16, 3072, 3584, 2048, true, false });
+        both({ 568, 16, 3584, 3072, 2048, false, false });
+    } else if (mode == "parity") {
         for (int tokens : { 2048, 512, 64 }) {
             for (bool skewed : { false, true }) {
                 parity({ 896, 16, 3072, 3584, tokens, true, skewed }, x);
@@ -387,7 +423,7 @@ int main(int argc, char ** argv) {
             time_of({ 28, 2, 3584, 3072, tokens, false, false }, x, 15);
         }
     } else {
-        fprintf(stderr, "iq1s_grouped parity|time|sweep|one|small\n");
+        fprintf(stderr, "iq1s_grouped parity|time|sweep|one|model|rows|small\n");
         return 2;
     }
     return 0;

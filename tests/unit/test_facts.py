@@ -223,6 +223,14 @@ def test_the_grouped_products_markers_are_counted() -> None:
     assert (observed.iq1s_grouped_active, observed.iq1s_grouped_fallback) == (2, 1)
 
 
+@pytest.mark.parametrize("change", ["rows256", "ncols"])
+def test_the_tiles_markers_are_counted(change: str) -> None:
+    marker = f"K3_IQ1S_{change.upper()}"
+    observed = parse_worker_log(f'{marker}_ACTIVE tokens=2048\n{marker}_FALLBACK reason="device" tokens=512\n')
+    assert (getattr(observed, f"iq1s_{change}_active"), getattr(observed, f"iq1s_{change}_fallback")) == (1, 1)
+    assert getattr(parse_worker_log("transport : TCP"), f"iq1s_{change}_active") == 0
+
+
 def test_timed_workers_tell_how_much_slower_the_slowest_rank_is(run_dir: Path) -> None:
     line = (
         "K3_RPC_TIMING graph={n} kind=recompute device=0 nodes=1257 end_us=7350388243 prepare_us=1 compute_us={us} "

@@ -419,6 +419,93 @@ def test_the_cuda_kernels_compile_and_keep_their_values_in_registers(
     assert max(spills) <= spilled
 
 
+def _nvcc_argv(architecture: str, source: str, *options: str) -> list[str]:
+    """As the build compiles for one architecture, from inside a tree; skips the test where the compiler is not."""
+    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if compiler is None:
+        pytest.skip("needs nvcc")
+    target = f"arch=compute_{architecture},code=sm_{architecture}"
+    argv = [compiler, "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-gencode", target, *options]
+    return [*argv, "-Icublas", "-Iggml/include", "-Iggml/src", "-c", "-o", "x.o", f"ggml/src/ggml-cuda/{source}"]
+
+
+def _with_cublas(tree: Path) -> Path:
+    (tree / "cublas").mkdir()
+    (tree / "cublas" / "cublas_v2.h").write_text(CUBLAS)
+    return tree
+
+
+@pytest.mark.source
+@pytest.mark.parametrize(
+    ("architecture", "asked_for", "coded"),
+    [("121a", None, True), ("90", 900, True), ("90", None, False)],
+)
+def test_the_tiles_of_256_rows_spill_nothing_and_are_for_one_architecture(
+    architecture: str, asked_for: int | None, coded: bool, copy: Callable[[str], Path]
+) -> None:
+    tree = _with_cublas(copy("tree"))
+    patches.apply(patches.select(["u10-iq1s-rows256"]), tree)
+    options = ["-Xptxas", "-v", *([f"-DK3_IQ1S_ROWS256_ARCH={asked_for}"] if asked_for else [])]
+    done = compiled(tree, _nvcc_argv(architecture, "k3-iq1s-rows256.cu", *options))
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = re.findall(
+        r"for _Z\w*mul_mat_qIL\w+\n.*?(\d+) bytes spill stores.*?\n.*?Used (\d+) registers", done.stderr, re.DOTALL
+    )
+    # 16 widths with and without a check of the rows; five widths are no tile, and have no code anywhere
+    assert len(kernels) == 32
+    assert {int(spilled) for spilled, _ in kernels} == {0}
+    assert sum(int(registers) > 64 for _, registers in kernels) == (22 if coded else 0)
+
+
+@pytest.mark.source
+@pytest.mark.parametrize("quantizer", ["Q4_K", "IQ1_S"])
+def test_the_tiles_of_256_rows_leave_the_other_kernels_object_code_alone(
+    quantizer: str, copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    objcopy = shutil.which("objcopy")
+    if objcopy is None:
+        pytest.skip("needs objcopy")
+    header = "ggml/src/ggml-cuda/mmq.cuh"
+    stock, changed = _with_cublas(copy("stock")), _with_cublas(copy("changed"))
+    patches.apply(patches.select(["u10-iq1s-rows256"]), changed)
+
+    def stub_line(tree: Path) -> int:
+        (number,) = [n for n, line in enumerate((tree / header).read_text().splitlines()) if "NO_DEVICE_CODE" in line]
+        return number
+
+    # A kernel for a width that is no tile says its line in the header: that one has to be the same.
+    moved = stub_line(changed) - stub_line(stock)
+    (stock / header).write_text("\n" * moved + (stock / header).read_text())
+    codes = []
+    for tree in (stock, changed):
+        (tree / "ggml/src/ggml-cuda/one.cu").write_text(f'#include "mmq.cuh"\nDECL_MMQ_CASE(GGML_TYPE_{quantizer});\n')
+        done = compiled(tree, _nvcc_argv("121a", "one.cu"))
+        assert done.returncode == 0, done.stderr[-2000:]
+        code = tree / "code"
+        argv = [objcopy, "-O", "binary", "--only-section=.nv_fatbin", "--set-section-flags=.nv_fatbin=alloc"]
+        subprocess.run([*argv, str(tree / "x.o"), str(code)], check=True, capture_output=True)
+        codes.append(code.read_bytes())
+    assert len(codes[0]) > 100_000
+    assert codes[0] == codes[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "changed"),
+    [
+        (
+            "u10-iq1s-rows256",
+            ["k3-iq1s-rows256.cu", "k3-iq1s-rows256.cuh", "mmq-k3-iq1s-rows256.cuh"],
+            ["mmq.cu", "mmq.cuh"],
+        ),
+        ("u10b-iq1s-ncols", [], ["mmq.cu"]),
+    ],
+)
+def test_the_tile_sets_change_no_loader_product_or_configuration(name: str, new: list[str], changed: list[str]) -> None:
+    (one,) = patches.select([name])
+    files = {item.path.removeprefix("ggml/src/ggml-cuda/"): item.before is None for item in one.manifest.files}
+    assert files == {**dict.fromkeys(new, True), **dict.fromkeys(changed, False)}
+
+
 # Of FlashKDA and CUTLASS, which are the operator's: no more than what the adapter names.
 FLASHKDA = """#pragma once
 #include <cuda_runtime.h>
