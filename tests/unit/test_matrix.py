@@ -78,10 +78,10 @@ def test_the_baseline_is_the_observed_configuration(matrix: Matrix) -> None:
 
 def test_every_row_of_the_matrix_is_there(matrix: Matrix) -> None:
     numbered = [f"U{number}" for number in range(1, 13)]
-    assert list(matrix.rows) == [*numbered[:8], "U8proxy", *numbered[8:], "next"]
+    assert list(matrix.rows) == [*numbered[:8], "U8proxy", *numbered[8:10], "U10b", *numbered[10:], "next"]
     kinds = {name: entry.kind for name, entry in matrix.rows.items()}
     assert [name for name, kind in kinds.items() if kind == "runtime"] == ["U2", "U3", "U6", "U7", "U9", "next"]
-    assert [name for name, kind in kinds.items() if kind == "build"] == ["U1", "U10", "U11", "U12"]
+    assert [name for name, kind in kinds.items() if kind == "build"] == ["U1", "U10", "U10b", "U11", "U12"]
     assert [name for name, kind in kinds.items() if kind == "transport"] == ["U4", "U5"]
     assert [name for name, kind in kinds.items() if kind == "profile"] == ["U8", "U8proxy"]
     assert all(entry.guards.rank_available_mib == 1536 for entry in matrix.rows.values())

@@ -460,7 +460,7 @@ def test_the_tiles_of_256_rows_spill_nothing_and_are_for_one_architecture(
 @pytest.mark.source
 @pytest.mark.parametrize("quantizer", ["Q4_K", "IQ1_S"])
 def test_the_tiles_of_256_rows_leave_the_other_kernels_object_code_alone(
-    quantizer: str, copy: Callable[[str], Path], tmp_path: Path
+    quantizer: str, copy: Callable[[str], Path]
 ) -> None:
     objcopy = shutil.which("objcopy")
     if objcopy is None:

@@ -55,6 +55,8 @@ def planned(row: str) -> dict[str, Any]:
     [
         ("U1", {"GGML_CUDA_K3_KDA_CHUNKED": "1"}, "GATED_DELTA_NET"),
         ("U11", {"GGML_CUDA_K3_KDA_BLOCKED": "1"}, "GATED_DELTA_NET"),
+        ("U10", {"GGML_CUDA_K3_IQ1S_ROWS256": "1"}, "MUL_MAT_ID"),
+        ("U10b", {"GGML_CUDA_K3_IQ1S_NCOLS": "1"}, "MUL_MAT_ID"),
         ("U12@exact", {"GGML_CUDA_K3_IQ1S_GROUPED": "exact"}, "MUL_MAT_ID"),
     ],
 )
@@ -83,7 +85,7 @@ def test_a_candidate_without_kernels_is_refused_with_the_rows_that_have_some() -
     for row in ("U2", "U8"):
         with pytest.raises(verification.NothingToVerify, match=f"candidate-{row}") as caught:
             verification.works(planned(row))
-        assert "U1, U11, U12" in caught.value.remedy
+        assert "U1, U10, U10b, U11, U12" in caught.value.remedy
 
 
 def test_a_prebuilt_program_has_no_cases_to_build() -> None:
