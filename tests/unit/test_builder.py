@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,22 @@ def test_a_tree_of_odd_names_has_an_identity_that_every_name_is_part_of(build: M
     (tmp_path / "up").symlink_to("..")
     os.mkfifo(tmp_path / "pipe")
     assert len(seen) == 7 and build.hash_tree(tmp_path) in seen
+
+
+def test_what_is_copied_of_a_tree_to_be_patched_is_what_its_identity_covers(build: ModuleType, tmp_path: Path) -> None:
+    tree, copy = tmp_path / "tree", tmp_path / "copy"
+    source = ["CMakeLists.txt", "common/build-info.cpp.in", "build.sh", "src/builder.cpp", "cmake/build"]
+    product = ["build/CMakeCache.txt", "build-cuda/bin/llama-server", "tools/build/x.o", ".git/HEAD"]
+    for name in source:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    before = build.hash_tree(tree)
+    for name in product:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    shutil.copytree(tree, copy, ignore=build.products)
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == sorted(source)
+    assert build.hash_tree(tree) == build.hash_tree(copy) == before
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut off", "absent", "directory"])

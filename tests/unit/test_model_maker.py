@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gguf import GGUFReader
+from gguf import GGUFReader, quants
 
 from k3deploy.commands.lab_model import model as command
 from k3deploy.errors import K3Error
@@ -76,6 +76,18 @@ def test_a_model_that_could_not_be_finished_leaves_nothing(tmp_path: Path, monke
 
 
 # --- architecture ----------------------------------------------------------------------------------------------------
+
+
+def test_experts_drawn_as_iq1_s_have_the_size_of_those_that_were_quantized(tmp_path: Path) -> None:
+    path = tmp_path / "experts.gguf"
+    make_model(path, TINY, 7, "iq1_s_experts")
+    kinds = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    experts = [tensor for name, tensor in kinds.items() if name.endswith("_exps.weight")]
+    assert experts and {tensor.tensor_type.name for tensor in experts} == {"IQ1_S"}
+    assert {tensor.tensor_type.name for name, tensor in kinds.items() if "_exps" not in name} == {"Q8_0", "F32"}
+    for tensor in experts:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        assert values.std() == pytest.approx(values.shape[-1] ** -0.5, rel=0.02), tensor.name
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=str)

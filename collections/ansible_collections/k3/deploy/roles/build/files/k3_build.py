@@ -29,6 +29,11 @@ MAKE = re.compile(r"^\[\s*(\d+)%\]\s*(.*)")
 FLAG = re.compile(r"(?<![\w-])(-{1,2}[a-zA-Z][\w-]*)")
 
 
+def products(folder, names):
+    """Which of these names in a folder of a source tree are no source: folders of version control and of builds, never files."""
+    return [name for name in names if (name in SKIPPED or name.startswith("build")) and Path(folder, name).is_dir()]
+
+
 class BuildError(Exception):
     """The build cannot be made; the message says why and what to do."""
 
@@ -61,7 +66,7 @@ def hash_tree(tree: Path) -> str:
     """sha256 over the relative path and content of every file of a source tree, version control and build folders left out."""
     digest = hashlib.sha256()
     for folder, names, files in os.walk(tree):
-        names[:] = sorted(name for name in names if name not in SKIPPED and not name.startswith("build"))
+        names[:] = sorted(set(names) - set(products(folder, names)))
         for name in sorted(files):
             path = Path(folder, name)
             if path.is_file():
@@ -139,7 +144,7 @@ class Build:
             tree = work / "src" / (source.get("subdir") or "")
         elif self.spec.get("patches"):
             self.progress("copying the source tree")
-            shutil.copytree(source["path"], work / "src", symlinks=True, ignore=shutil.ignore_patterns(".git", "build*"))
+            shutil.copytree(source["path"], work / "src", symlinks=True, ignore=products)
             tree = work / "src"
         else:
             tree = Path(source["path"])
