@@ -120,6 +120,7 @@ class Progress:
         self._events: IO[str] | None = None
         self._wants_live = live
         self._blocks = tuple(blocks)
+        self._warned: dict[str, str] = {}  # sentence -> the rank that said it first
         self._console: Console | None = None
         self._live: Live | None = None
         self._clock = clock
@@ -255,8 +256,9 @@ class Progress:
 
     def _warnings(self, host: str, result: Mapping[str, Any]) -> None:
         sentences = result.get("msg")
-        for sentence in sentences if isinstance(sentences, list) else [sentences]:
-            self.note(f"warning: {host}: {sentence}")
+        for sentence in map(str, sentences if isinstance(sentences, list) else [sentences]):
+            first = self._warned.setdefault(sentence, host)
+            self.note(f"warning: {host}: {sentence if first == host else f'the same as {first}'}")
 
     def _reported(self, host: str, reported: Mapping[str, Any]) -> None:
         current = self._current()

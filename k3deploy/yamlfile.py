@@ -30,8 +30,9 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"
 
 def suggest(word: str, valid: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest valid word, or nothing."""
-    near = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_letters = {one.casefold(): one for one in valid}
+    near = difflib.get_close_matches(word.casefold(), list(by_letters), n=1, cutoff=0.6)
+    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
 
 
 class Document:

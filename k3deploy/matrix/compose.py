@@ -122,8 +122,9 @@ class Matrix:
         Raises ``CandidateError``: unknown row or value, rows that do not mix, rows that set one key differently.
         """
         if not candidate.startswith(PREFIX) or candidate == PREFIX:
-            known = ", ".join(f"{PREFIX}{row_id}" for row_id in self.rows)
-            raise CandidateError(f"{candidate!r} is no candidate: say {PREFIX}<row>", remedy=f"Known: {known}")
+            known = [f"{PREFIX}{row_id}" for row_id in self.rows]
+            hint = suggest(PREFIX + candidate.removeprefix(PREFIX), known) or f": say {PREFIX}<row>"
+            raise CandidateError(f"{candidate!r} is no candidate{hint}", remedy=f"Known: {', '.join(known)}")
         parts = [self._part(text) for text in candidate.removeprefix(PREFIX).split("+")]
         rows = [row for row, _ in parts]
         ids = [row.id for row in rows]

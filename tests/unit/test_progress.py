@@ -47,6 +47,19 @@ def stream() -> io.StringIO:
     return io.StringIO()
 
 
+def test_a_warning_that_more_ranks_give_is_told_once(stream: io.StringIO) -> None:
+    with Progress(stream) as progress:
+        progress.event(play("Preflight | look"))
+        for rank, words in (("rank0", ["small disk"]), ("rank1", ["small disk", "old kernel"])):
+            progress.event(host("runner_on_ok", rank, task="Warning | of it", res={"msg": words}))
+    told = [line for line in lines(stream) if line.startswith("warning")]
+    assert told == [
+        "warning: rank0: small disk",
+        "warning: rank1: the same as rank0",
+        "warning: rank1: old kernel",
+    ]
+
+
 def test_plays_of_one_phase_are_one_phase_and_each_phase_has_a_first_and_a_last_line(
     clock: Clock, stream: io.StringIO
 ) -> None:
