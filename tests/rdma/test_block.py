@@ -68,3 +68,27 @@ def test_a_block_is_proven_to_run_over_rdma_between_two_hosts(
         "rank0": cases.DEVICE,
         "rank1": cases.DEVICE,
     }
+
+
+def test_the_link_is_measured_by_the_real_program_before_production_is_drained(
+    pair: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    near, far = pair
+    addresses = {"rank0": cases.HEAD_ADDRESS, "rank1": cases.PAIR.workers[0].address}
+    layer = {
+        "all": {
+            "vars": {"k3_user": "k3deploy", "link_empty_gid": int(cases.EMPTY_GID)},
+            "hosts": {name: {"k3_fabric_address": address} for name, address in addresses.items()},
+            "children": {
+                "ranks": {"hosts": {"rank0": {}, "rank1": {}}},
+                "head": {"hosts": {"rank0": {}}},
+                "workers": {"hosts": {"rank1": {}}},
+            },
+        }
+    }
+    play(HERE / "link.yml", {"rank0": near, "rank1": far}, layer, tmp_path)
+    seen = json.loads((tmp_path / "link.json").read_text(encoding="utf-8"))
+    assert float(seen["gbps"]) > 0
+    assert cases.DEVICE in seen["why"]
+    assert "the floor is 100000" in seen["too_slow"]
+    assert "gave no result" in seen["no_result"]
