@@ -71,13 +71,13 @@ def test_a_block_is_proven_to_run_over_rdma_between_two_hosts(
 
 
 def test_the_link_is_measured_by_the_real_program_before_production_is_drained(
-    pair: tuple[Machine, Machine], tmp_path: Path
+    stand: Stand, pair: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     near, far = pair
     addresses = {"rank0": cases.HEAD_ADDRESS, "rank1": cases.PAIR.workers[0].address}
     layer = {
         "all": {
-            "vars": {"k3_user": "k3deploy", "link_empty_gid": int(cases.EMPTY_GID)},
+            "vars": {**stand.layer["all"]["vars"], "link_empty_gid": int(cases.EMPTY_GID)},
             "hosts": {name: {"k3_fabric_address": address} for name, address in addresses.items()},
             "children": {
                 "ranks": {"hosts": {"rank0": {}, "rank1": {}}},
