@@ -28,7 +28,7 @@ trap 'kill -TERM -- "-$child" 2>/dev/null; wait "$child"; exit 143' TERM HUP
 if ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
   echo "installing chromium, in which the report is looked at"
   as_root=$([ "$(id -u)" -eq 0 ] || echo sudo -n)
-  { $as_root apt-get update -qq && $as_root apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1
+  { $as_root apt-get update -qq && $as_root apt-get install -o DPkg::Lock::Timeout=600 -qq -y --no-install-recommends chromium; } >/dev/null 2>&1
 fi
 
 setsid pytest -n 3 "$@" &

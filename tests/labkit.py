@@ -6,7 +6,6 @@ Molecule's create step.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from k3deploy.inventory import BuildSpec
 from k3deploy.lab.cluster import Lab
 from k3deploy.lab.model import SPECS
 from k3deploy.lab.model_cache import ensure_model
+from k3deploy.lab.process import one_at_a_time
 from k3deploy.lab.source import ensure_source
 from k3deploy.paths import write_json
 from k3deploy.runner import run_playbook
@@ -63,10 +63,7 @@ def lab_up(lab: Lab, progress: Callable[[str], None] = print) -> Iterator[Lab]:
 @contextmanager
 def one_compiler(lab: Lab) -> Iterator[None]:
     """Only one test process at a time compiles llama.cpp: the next one finds all of it in the compiler's cache."""
-    place = lab.config.cache_dir / "ccache"
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "one-at-a-time.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(lab.config.cache_dir / "ccache/one-at-a-time.lock"):
         yield
 
 

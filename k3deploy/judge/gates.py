@@ -109,10 +109,12 @@ def _identity_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResu
     if unstable:
         text = f"the baseline's own output differs between its starts ({unstable[0]}): identity cannot be judged"
     else:
-        text = (
-            f"the suite {gate.suite} was not run; the {compared} texts of the measured cells are identical"
+        why = parity.refusal(evidence, "suites")
+        text = f"the suite {gate.suite} was not run" + (f" ({why})" if why else "")
+        text += (
+            f"; the {compared} texts of the measured cells are identical"
             if compared
-            else f"the suite {gate.suite} was not run, and no text could be compared"
+            else ", and no text could be compared"
         )
     return GateResult(name=name, require=gate.require, outcome="open", reason=text)
 

@@ -109,9 +109,18 @@ def why_not(evidence: Evidence, observation: str) -> str:
     both = answers(evidence)
     if both is None:
         return "the exact-output test was not run in both arms, and k3deploy verify never"
-    parts = [(answer.positions if observation == OUTPUT_ERROR else answer.state) for answer in both]
-    errors = [part.error for part in parts if part and part.error]
-    return errors[0] if errors else f"{observation} could not be compared"
+    part = "positions" if observation == OUTPUT_ERROR else "state"
+    return refusal(evidence, part) or f"{observation} could not be compared"
+
+
+def refusal(evidence: Evidence, *parts: str) -> str | None:
+    """What kept an arm from answering these parts of the test (fields of ``Parity``): the first such words."""
+    for answer, whose in zip(answers(evidence) or (), ("the baseline", "this arm"), strict=False):
+        for part in parts:
+            asked = getattr(answer, part)
+            if asked is not None and asked.error:
+                return f"{whose}: {asked.error}"
+    return None
 
 
 def identity(evidence: Evidence, gate: PlannedGate) -> tuple[Result, str] | None:
@@ -145,6 +154,8 @@ def _suites_gate(evidence: Evidence) -> GateResult:
             reason = f"{len(parted)} of {compared} greedy texts part at a near tie, first {parted[0]}: read them"
         elif compared:
             outcome, reason = "pass", f"all {compared} greedy texts of {', '.join(suites)} go on alike"
+        else:
+            reason = refusal(evidence, "suites") or reason
     return GateResult(name="suites", require="identical", outcome=outcome, reason=reason, implied=True)
 
 
@@ -156,11 +167,10 @@ def _consistency_gate(evidence: Evidence) -> GateResult:
     if both is not None:
         before, after = (parity.inconsistencies(answer) for answer in both)
         own = [text for text in after if text not in before]
-        unasked = [part.error for part in (both[1].continuation, both[1].reuse) if part and part.error]
         if own:
             outcome, reason = "fail", own[0]
-        elif unasked:
-            reason = unasked[0]
+        elif refused := refusal(evidence, "continuation", "reuse"):
+            reason = refused
         elif after:
             reason = f"the baseline does it too: {after[0]}"
         elif both[1].continuation and both[1].reuse:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from k3deploy.lab.process import kill_matching, run
+from k3deploy.lab.process import kill_matching, one_at_a_time, run
 
 RELEASE = "bookworm"
 # What makes it, where that is missing.
@@ -37,8 +37,9 @@ def make_root(
     """Write the root file system to ``target``: a compressed tar file by its suffix, or a directory.
 
     ``root`` is the prefix that makes a command run as root; what is written belongs to root. Downloaded packages stay
-    in ``packages_dir`` for the next recipe. The build runs in its own process and mount namespaces: when its first
-    process goes, all of it goes, mounts too; ``discard`` finds one that lost its parent by ``work``. Raises K3Error.
+    in ``packages_dir``, which one recipe at a time uses, for the next. The build runs in its own process and mount
+    namespaces: when its first process goes, all of it goes, mounts too; ``discard`` finds one that lost its parent by
+    ``work``. Raises K3Error.
     """
     mirror = os.environ.get("K3DEPLOY_DEBIAN_MIRROR", "")
     for folder in (work, packages_dir):
@@ -66,7 +67,8 @@ def make_root(
         *(RELEASE, str(target)),
         *((mirror,) if mirror else ()),
     ]
-    run(argv, timeout_s=1800)
+    with one_at_a_time(packages_dir.with_name(f"{packages_dir.name}.lock")):
+        run(argv, timeout_s=1800)
 
 
 def discard(work: Path, *, root: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from k3deploy.errors import K3Error
 from k3deploy.lab.bootstrap import EXCLUDED, RELEASE, TOOLS, RootRecipe, discard, make_root
 from k3deploy.lab.config import LabConfig
 from k3deploy.lab.engine import Engine
-from k3deploy.lab.process import run
+from k3deploy.lab.process import one_at_a_time, run
 
 BASE_IMAGE = "docker.io/library/debian:12"
 RANK_PACKAGES = (
@@ -101,13 +101,29 @@ def ensure_image(
     if engine.image_exists(reference):
         return False
     archive = config.cache_dir / "images" / f"{image_key()}.tar.zst"
+    with one_at_a_time(archive.with_suffix(".lock"), lambda: progress("waiting for another lab that makes the image")):
+        if engine.image_exists(reference):
+            return False
+        _make_image(archive, reference, config, engine, progress=progress, install=install)
+    return True
+
+
+def _make_image(
+    archive: Path,
+    reference: str,
+    config: LabConfig,
+    engine: Engine,
+    *,
+    progress: Callable[[str], None],
+    install: Callable[[tuple[str, ...]], None],
+) -> None:
     started = time.monotonic()
     if not archive.exists():
         if engine.pull(BASE_IMAGE):
             progress(f"building the image from {BASE_IMAGE}")
             _build_from_registry(engine, reference)
             progress(f"image built in {time.monotonic() - started:.0f} s")
-            return True
+            return
         progress("no container registry answers: making the image with mmdebstrap (half a minute to a few)")
         install(TOOLS)
         _bootstrap(config, engine, archive)
@@ -115,7 +131,6 @@ def ensure_image(
     loading = time.monotonic()
     engine.import_archive(archive, reference)
     progress(f"image loaded in {time.monotonic() - loading:.0f} s")
-    return True
 
 
 def _build_from_registry(engine: Engine, reference: str) -> None:

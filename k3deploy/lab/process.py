@@ -1,11 +1,13 @@
-"""Running other programs: one place that captures output, sets deadlines and words the failure."""
+"""Running other programs: one place that captures output, sets deadlines and words the failure; and taking turns."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from k3deploy.errors import K3Error
@@ -58,3 +60,17 @@ def kill_matching(wanted: Callable[[list[str]], bool], *, root: Sequence[str], t
     while (found := matching(wanted)) and time.monotonic() < deadline:
         run([*root, "kill", "-9", *map(str, found)], check=False)
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the file ``lock`` (made where it is missing) after whoever holds it now; ``waiting`` is called if somebody
+    does. The lock dies with its process, so a kill leaves none."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield

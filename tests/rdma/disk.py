@@ -6,7 +6,6 @@ Its name is a hash of everything that goes into it: made once, never changed, us
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3deploy.lab.bootstrap import EXCLUDED, RELEASE, RootRecipe, discard, make_root
-from k3deploy.lab.process import run
+from k3deploy.lab.process import one_at_a_time, run
 
 # What this machine needs to make the disk and to run it.
 TOOLS = ("qemu-system-x86", "qemu-utils", "seabios", "e2fsprogs", "util-linux", "openssh-client")
@@ -156,9 +155,7 @@ def made_once(final: Path) -> Iterator[Path | None]:
 
     Two processes that want the same one: the second waits, and finds it made.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with (final.parent / f".{final.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(final.parent / f".{final.name}.lock"):
         if final.exists():
             yield None
             return

@@ -509,6 +509,17 @@ def test_a_pair_that_was_cut_for_hours_does_not_count() -> None:
     assert arm.outcome == "INVALID" and "before pair 0 went on" in arm.reasons[0]
 
 
+def test_a_part_of_the_parity_test_that_an_arm_refused_is_told_in_its_words() -> None:
+    facts = facts_of(5, 1.05)
+    for block in facts["blocks"][1::2]:
+        block["bench"]["parity"]["suites"] = {"error": "the prompt (2115) exceeds the context (1024)"}
+        block["bench"]["parity"]["continuation"] = {"error": "HTTP 500: no slot"}
+    arm = arm_of(facts)
+    assert arm.outcome == "INCONCLUSIVE"
+    assert gate_of(arm, "suites").reason == "this arm: the prompt (2115) exceeds the context (1024)"
+    assert gate_of(arm, "continuation_and_reuse").reason == "this arm: HTTP 500: no slot"
+
+
 # --- the candidate as a whole ---
 
 

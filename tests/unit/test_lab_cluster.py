@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import stat
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,7 +295,71 @@ def test_packages_are_named_and_installed_as_root_only_after_a_yes(monkeypatch: 
     assert dpkg.calls[-1][-1] == "runc"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 17 (apt-get)",
+        "E: Unable to acquire the dpkg frontend lock (/var/lib/dpkg/lock-frontend), is another process using it?",
+    ],
+)
+def test_another_apt_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    dpkg, busy, told = _dpkg(""), iter([True, True, False, True]), []
+
+    def run(argv: list[str], **options: object) -> object:
+        answer = dpkg(argv, **options)
+        if "apt-get" in argv and next(busy, False):
+            raise K3Error(f"exit 100: apt-get\n{said}")
+        return answer
+
+    monkeypatch.setattr(packages, "run", run)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    packages.ensure_packages(["podman"], root=(), progress=told.append, confirm=lambda _: True)
+    verbs = [call[call.index("-qq") + 1] for call in dpkg.calls if "apt-get" in call]
+    assert verbs == ["update"] * 3 + ["install"] * 2
+    assert sum("another apt is at work" in line for line in told) == 2  # once for each command that waits
+
+
+def test_an_apt_that_fails_for_itself_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    dpkg = _dpkg("")
+
+    def run(argv: list[str], **options: object) -> object:
+        if "apt-get" in argv:
+            raise K3Error("exit 100: apt-get\nE: Unable to locate package podman")
+        return dpkg(argv, **options)
+
+    monkeypatch.setattr(packages, "run", run)
+    with pytest.raises(K3Error, match="Unable to locate"):
+        packages.ensure_packages(["podman"], root=(), progress=print, confirm=lambda _: True)
+
+
 # -- the image -----------------------------------------------------------------------------------------------------
+
+
+def test_two_labs_that_come_up_at_once_make_one_image(tmp_path: Path) -> None:
+    """The second waits for the first, and finds the image there."""
+    config = lab_config({"HOME": str(tmp_path)})
+    made, told = [], []
+
+    class Slow:
+        root: tuple[str, ...] = ()
+
+        def image_exists(self, _: str) -> bool:
+            return bool(made)
+
+        def pull(self, _: str) -> bool:
+            return True
+
+        def build(self, *_: object) -> None:
+            time.sleep(0.2)
+            made.append(1)
+
+    def up(_: int) -> bool:
+        return image.ensure_image(config, Slow(), progress=told.append, install=lambda _: None)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as both:
+        assert sorted(both.map(up, range(2))) == [False, True]
+    assert made == [1]
+    assert "waiting for another lab that makes the image" in told
 
 
 def test_the_image_key_changes_with_the_recipe_and_only_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
