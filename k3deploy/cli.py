@@ -68,7 +68,8 @@ Exit codes:
 \b
 Environment:
   K3DEPLOY_INVENTORY, K3DEPLOY_MATRIX, K3DEPLOY_RUNS   defaults of the options
-  K3DEPLOY_STATE   locks and error logs (default ~/.local/state/k3deploy)
+  K3DEPLOY_STATE   locks and error logs (default $XDG_STATE_HOME/k3deploy, else ~/.local/state/k3deploy)
+  K3DEPLOY_OWNER   who works here, as windows and runs name it (default user@host)
   NO_COLOR         no colours"""
 
 

@@ -120,7 +120,9 @@ def compare(one: str, other: str, runs: Path, as_json: bool) -> int:
         table.add_row(
             entry["arm"], f"{entry['cell']} {entry['state']}", *speeds_shown, "{} and {}".format(*entry["starts"])
         )
-    console().print(table if cells else "no arm measured the same cell in both")
+    empty = [run.id for run in both if not run.blocks]
+    why_none = f"nothing was measured in {' and '.join(empty)}" if empty else "no arm measured the same cell in both"
+    console().print(table if cells else why_none)
     return int(ExitCode.OK)
 
 

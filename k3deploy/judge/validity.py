@@ -28,7 +28,12 @@ def checks(evidence: Evidence) -> list[Check]:
         for name, problems in block_problems(evidence.plan, evidence.planned(block), block).items():
             found[name] += problems
     if not evidence.pairs and not any(found.values()):
-        found["blocks"].append(f"no pair of a baseline block and a block of {evidence.arm.name} is complete")
+        measured, planned = len(evidence.both), len(evidence.plan.blocks)
+        found["blocks"].append(
+            f"no pair of a baseline block and a block of {evidence.arm.name} is complete: "
+            f"{measured} of {planned} planned blocks are measured "
+            "(k3deploy apply --resume continues a run that was cut short)"
+        )
     found["harness"] = _harness_problems(evidence.both)
     found["one build"] = _build_differences(evidence)
     found["adjacent"] = list(stale_blocks(evidence.both, len(evidence.plan.arms)).values())
@@ -68,7 +73,8 @@ def _check(name: str, problems: Iterable[str]) -> Check:
 def _measured_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
     fatal = "; ".join(f"{entry.meaning} ({entry.line})" for entry in block.observations.fatal[:2])
     if block.bench is None:
-        why = block.error or fatal or "no result of the harness"
+        cut = "the run was stopped or killed in it" if block.ended is None else "no result of the harness"
+        why = block.error or fatal or cut
         return [f"block {block.index} ({block.arm}) was not measured: {why}"]
     if block.bench.error:
         lead = f"block {block.index} ({block.arm}) was not measured to its end: {block.bench.error}"

@@ -28,6 +28,8 @@ Progress = Callable[[str], None]
 Confirm = Callable[[str], bool]
 
 _TITLE = "# Written by `k3deploy lab up`."
+# A socket's path has 107 characters; Ansible's name takes a slash and 10, and ssh adds 17 while it makes the socket.
+_LONGEST_SOCKET_DIR = 107 - 11 - 17
 # Says when boot is over, and how it ended: running, degraded, ... `is-system-running --wait` itself fails while
 # systemd does not listen yet.
 _WAIT_FOR_BOOT = """\
@@ -129,6 +131,12 @@ class Lab:
     def _make_identity(self, changes: list[str]) -> None:
         """The keypair, and the files that depend on names and addresses alone."""
         config = self.config
+        if len(str(config.control_dir)) > _LONGEST_SOCKET_DIR:
+            raise PreflightError(
+                f"{config.control_dir} is too long a path for ssh's sockets: {len(str(config.control_dir))} characters, "
+                f"{_LONGEST_SOCKET_DIR} fit",
+                remedy="let XDG_STATE_HOME name a shorter directory",
+            )
         for folder in (config.state_dir, config.control_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)

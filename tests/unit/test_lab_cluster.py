@@ -254,6 +254,14 @@ def test_apparmor_is_lifted_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch)
     assert "apparmor=unconfined" not in _created_with(monkeypatch, DECISION)
 
 
+def test_a_state_directory_too_deep_for_ssh_is_refused_with_its_length_and_the_remedy(tmp_path: Path) -> None:
+    config = lab_config({"HOME": "/nowhere", "XDG_STATE_HOME": str(tmp_path / ("d" * 80))})
+    with pytest.raises(PreflightError, match=r"79 fit") as refused:
+        Lab(config, DECISION)._make_identity([])
+    assert "XDG_STATE_HOME" in str(refused.value.remedy)
+    assert not config.state_dir.exists()
+
+
 # -- system packages -----------------------------------------------------------------------------------------------
 
 
