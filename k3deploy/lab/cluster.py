@@ -95,7 +95,14 @@ class Lab:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Lab:
         """The lab that K3DEPLOY_LAB names, on this host. Raises PreflightError when no lab can run here."""
-        return cls(lab_config(environ), decide(probe()))
+        config = lab_config(environ)
+        if len(str(config.control_dir)) > _LONGEST_SOCKET_DIR:
+            raise PreflightError(
+                f"{config.control_dir} is too long for ssh's sockets: {len(str(config.control_dir))} characters, "
+                f"{_LONGEST_SOCKET_DIR} fit",
+                remedy="let XDG_STATE_HOME name a shorter directory",
+            )
+        return cls(config, decide(probe()))
 
     # -- up ------------------------------------------------------------------------------------------------------
 
@@ -131,12 +138,6 @@ class Lab:
     def _make_identity(self, changes: list[str]) -> None:
         """The keypair, and the files that depend on names and addresses alone."""
         config = self.config
-        if len(str(config.control_dir)) > _LONGEST_SOCKET_DIR:
-            raise PreflightError(
-                f"{config.control_dir} is too long a path for ssh's sockets: {len(str(config.control_dir))} characters, "
-                f"{_LONGEST_SOCKET_DIR} fit",
-                remedy="let XDG_STATE_HOME name a shorter directory",
-            )
         for folder in (config.state_dir, config.control_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)

@@ -255,11 +255,11 @@ def test_apparmor_is_lifted_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_state_directory_too_deep_for_ssh_is_refused_with_its_length_and_the_remedy(tmp_path: Path) -> None:
-    config = lab_config({"HOME": "/nowhere", "XDG_STATE_HOME": str(tmp_path / ("d" * 80))})
+    deep = tmp_path / ("d" * 80)
     with pytest.raises(PreflightError, match=r"79 fit") as refused:
-        Lab(config, DECISION)._make_identity([])
+        Lab.from_environment({"HOME": "/nowhere", "XDG_STATE_HOME": str(deep)})
     assert "XDG_STATE_HOME" in str(refused.value.remedy)
-    assert not config.state_dir.exists()
+    assert not deep.exists()
 
 
 # -- system packages -----------------------------------------------------------------------------------------------
