@@ -247,6 +247,16 @@ def test_a_floor_that_the_baseline_crossed_spoils_the_run_and_rejects_nobody() -
     assert arm.outcome == "INVALID" and "memory floor crossed on rank1" in arm.reasons[0]
 
 
+def test_a_run_that_was_killed_in_a_block_says_so_and_how_it_goes_on() -> None:
+    facts = facts_of(1)
+    facts["blocks"][1] |= {"bench": None, "ended": None, "error": ""}
+    assert "the run was stopped or killed in it" in arm_of(facts).reasons[0]
+    del facts["blocks"][1]
+    planned = plan_of(blocks=[{"index": n, "pair": n // 2, "arm": (BASELINE, ARM)[n % 2]} for n in range(4)])
+    (reason,) = arm_of(facts, planned).reasons
+    assert "1 of 4 planned blocks are measured" in reason and "apply --resume" in reason
+
+
 def texts_of(arm: ArmVerdict) -> str:
     return "\n".join(seen.text for seen in arm.findings)
 
