@@ -27,6 +27,8 @@ import cases
 from machine import Machine, scratch
 from stand import ROOT, Stand, install_tools, prepare
 
+from k3deploy.commands.lab_production import bring_up
+
 HEAD, WORKER = cases.HEAD_ADDRESS, cases.PAIR.workers[0].address
 DEFAULT = ["candidate-U4", "--cells", "pp8,pp16", "--pairs", "1", "--repeats", "1"]
 # The snapshot's guard does nothing, and has been armed for as long as it may be kept.
@@ -114,14 +116,10 @@ def main() -> int:
                 machine.sh(GUARD)
             made = inventory(place / "inventory", stand, {"rank0": first, "rank1": second})
             say(f"inventory: {made}")
-            environment = {**os.environ, "K3DEPLOY_INVENTORY": str(made), "K3DEPLOY_RUNS": str(place / "runs")}
-            environment["K3DEPLOY_STATE"] = str(place / "state")
-            bring_up = f"from pathlib import Path; from k3deploy.commands.lab_production import bring_up; bring_up(Path({str(made)!r}), None)"
-            for argv in ([sys.executable, "-c", bring_up], ["k3deploy", "apply", *wanted, "--yes", "--anyway"]):
-                done = subprocess.run(argv, cwd=ROOT, env=environment, check=False).returncode
-                if argv[0] == sys.executable and done != 0:
-                    return done
-            return done
+            os.environ.update(K3DEPLOY_INVENTORY=str(made), K3DEPLOY_RUNS=str(place / "runs"))
+            os.environ["K3DEPLOY_STATE"] = str(place / "state")
+            bring_up(made, None)
+            return subprocess.run(["k3deploy", "apply", *wanted, "--yes", "--anyway"], cwd=ROOT, check=False).returncode
     finally:
         say(f"records: {place}")
         shutil.rmtree(wires)
