@@ -30,4 +30,4 @@ lint: venv
 
 clean:
 	-@[ -x $(BIN)/k3deploy ] && k3deploy lab down
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

@@ -140,12 +140,19 @@ class Unit(Record):
     build_id: str | None = None
 
 
+class ProductionState(Record):
+    """Production on a rank; ``files``: path -> sha256 of what the inventory names of it."""
+
+    files: dict[str, str | None] = Field(default_factory=dict)
+
+
 class RankState(Record):
     """A rank as one round trip reports it."""
 
     host: str = ""
     time: float | None = None  # seconds since the epoch, by the rank's own clock
     kernel: str = ""
+    production: ProductionState | None = None
     os: str = ""
     arch: str = ""
     mem: dict[str, float] = Field(default_factory=dict)

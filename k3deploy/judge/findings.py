@@ -103,6 +103,22 @@ def _page_cache_findings(blocks: Sequence[Block]) -> list[Seen]:
     return [Seen(source="measured", text=text)]
 
 
+def _production_findings(blocks: Sequence[Block]) -> list[Seen]:
+    """Nothing here writes production's files: when one changes, somebody works on production in the window."""
+    first: dict[tuple[str, str], tuple[int, str | None]] = {}
+    found: dict[tuple[str, str], str] = {}
+    for block in blocks:
+        for rank, record in block.ranks.items():
+            production = record.state.production if record.state else None
+            files = production.files if production else {}
+            for path, digest in files.items():
+                index, before = first.setdefault((rank, path), (block.index, digest))
+                if digest != before:
+                    text = f"production's {path} on {rank} changed between block {index} and block {block.index}"
+                    found.setdefault((rank, path), text)
+    return [Seen(source="measured", text=text) for text in found.values()]
+
+
 def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
     found = [Seen(source=known.row, text=known.text, contradicts=known.contradicts) for known in plan.findings]
     found += [Seen(source="plan", text=note) for note in [*plan.notes, *plan.arms[0].notes]]
@@ -114,6 +130,7 @@ def general_findings(plan: PlanView, facts: Facts) -> list[Seen]:
         text = f"{len(facts.blocks)} of {planned} planned blocks are recorded"
         found.append(Seen(source="measured", text=text))
     found += _page_cache_findings(facts.blocks)
+    found += _production_findings(facts.blocks)
     for earlier, later in pairwise(facts.blocks):
         if earlier.ended and later.started and later.started < earlier.ended:
             text = f"blocks {earlier.index} and {later.index} overlap in time"

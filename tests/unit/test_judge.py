@@ -563,6 +563,15 @@ def test_a_plan_that_lacks_its_gates_is_a_problem_with_a_name() -> None:
         judge(plan, Facts.model_validate(RECORDED))
 
 
+def test_a_file_of_production_that_changes_while_a_run_goes_on_is_told_once() -> None:
+    facts = facts_of(2)
+    path = "/etc/systemd/system/llama-server.service"
+    for block in facts["blocks"]:
+        block["ranks"]["rank1"]["state"]["production"] = {"files": {path: "old" if block["index"] < 2 else "new"}}
+    told = [seen.text for seen in verdict_of(facts).findings if "production's" in seen.text]
+    assert told == [f"production's {path} on rank1 changed between block 0 and block 2"]
+
+
 def test_judging_twice_gives_the_same_verdict() -> None:
     facts = Facts.model_validate(facts_of(6, 1.03))
     assert judge(plan_of(), facts) == judge(plan_of(), facts)
