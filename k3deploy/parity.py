@@ -176,6 +176,18 @@ def divergences(baseline: Parity, arm: Parity, suite: str) -> tuple[list[Diverge
     return found, compared
 
 
+def asked(baseline: Parity, arm: Parity, suite: str) -> int:
+    """How many texts of a suite either of the two has an answer to, or was asked in another wording."""
+    texts = (who.suites.texts.get(suite, []) if who.suites else [] for who in (baseline, arm))
+    return len({text.id for answers in texts for text in answers})
+
+
+def evaluated_anew(parity: Parity) -> list[str]:
+    """The chunk sizes of a continuation that did not go on from a state: what came before was not in the slot."""
+    chunks = parity.continuation.chunks if parity.continuation else {}
+    return [size for size, chunked in chunks.items() if not chunked.cache_n]
+
+
 def first_difference(one: list[int], other: list[int]) -> int | None:
     if one == other:
         return None

@@ -205,11 +205,13 @@ def sign_flip_passes(differences: Floats, margin: float, planned: Sequence[int],
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
     """Holm's level for each of several tests: the smallest p-value is held against alpha / m, the next against
-    alpha / (m - 1), and so on. A test counts only if all with smaller p-values pass as well."""
+    alpha / (m - 1), and so on. Behind the first that does not pass the levels are 0: none after it may."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     levels = [0.0] * len(p_values)
     for rank, place in enumerate(order):
         levels[place] = alpha / (len(p_values) - rank)
+        if p_values[place] > levels[place]:
+            break
     return levels
 
 

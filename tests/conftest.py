@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from controllerkit import Applied, Controller, one_inventory
 from faultkit import Fault, Rig, fault_of
@@ -26,6 +27,9 @@ from xdist.scheduler import LoadScopeScheduling
 from k3deploy.lab.cluster import Lab
 
 ROOT = Path(__file__).parent
+# Three test processes share two cores: how long an example takes says nothing.
+hypothesis.settings.register_profile("crowded", deadline=None)
+hypothesis.settings.load_profile("crowded")
 # What fails in a second fails first. With several processes each takes the longest group that is left.
 ORDER = ("lint", "unit", "molecule", "rdma", "e2e", "bench", "faults")
 ORDER_OF_SEVERAL = ("e2e", "bench", "faults", "molecule", "rdma", "lint", "unit")

@@ -69,6 +69,17 @@ class Cell(Record):
     def valid(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.valid]
 
+    def misplaced(self) -> list[Sample]:
+        """Samples that the harness calls valid and whose own counts say that they belong to another state or size."""
+        return [sample for sample in self.valid() if not self._holds(sample)]
+
+    def _holds(self, sample: Sample) -> bool:
+        evaluated, cached = sample.prompt_n, sample.cache_n
+        if evaluated is None or cached is None:
+            return False
+        hit = cached > 0 if self.state == "cached" else cached == 0
+        return hit and evaluated + cached == self.n_prompt
+
 
 class Bench(Record):
     """What the harness measured in one block; ``error`` says why it stopped early."""

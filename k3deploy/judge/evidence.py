@@ -55,6 +55,14 @@ class Evidence:
         return [_text_name(key) for key in differing], len(common), [_text_name(key) for key in unstable]
 
 
+def unstable_texts(blocks: Sequence[Block]) -> list[str] | None:
+    """The texts that differ between the starts of one arm; ``None``: no text was given by two starts."""
+    starts = [one for one in (_texts_of([block]) for block in blocks) if one]
+    if len(starts) < 2:
+        return None
+    return [_text_name(key) for key, texts in sorted(_texts_of(blocks).items()) if len(texts) > 1]
+
+
 def observed(blocks: Sequence[Block], key: str) -> list[float | bool]:
     """The values of an observation over the blocks that know it."""
     found: list[float | bool] = []

@@ -7,7 +7,7 @@ from typing import Literal
 from k3deploy import stats
 from k3deploy.facts import State
 from k3deploy.judge import parity
-from k3deploy.judge.evidence import Evidence, cell_names, observed, reused_tokens
+from k3deploy.judge.evidence import Evidence, cell_names, observed, reused_tokens, unstable_texts
 from k3deploy.judge.memory import memory_gate
 from k3deploy.judge.numbers import compare
 from k3deploy.judge.planned import PlannedGate
@@ -25,10 +25,11 @@ _OUTCOMES: dict[Speed, Literal["pass", "fail", "open"]] = {
 
 def gates(evidence: Evidence, rule: Rule) -> list[GateResult]:
     """The gates of the rows in their order, then the implied ones: the speed of every other cold and warm cell, the
-    memory floor, unchanged text, parity."""
+    memory floor, reuse of a moved prefix, the same text after every start, parity."""
     rows = [_gate(evidence, name, gate, rule) for name, gate in evidence.gates.items()]
     others = [*_other_cells(evidence, "cold", rule), *_other_cells(evidence, "warm", rule)]
-    return [*rows, *others, *memory_gate(evidence), *_prefix_gate(evidence), *parity.parity_gates(evidence)]
+    implied = [*memory_gate(evidence), *_prefix_gate(evidence), *_restart_gate(evidence)]
+    return [*rows, *others, *implied, *parity.parity_gates(evidence)]
 
 
 def requirements(gate: PlannedGate) -> list[tuple[str, Require]]:
@@ -91,6 +92,8 @@ def _not_yet(found: Comparison, rule: Rule) -> str:
     if found.pairs not in rule.looks:
         planned = ", ".join(map(str, rule.looks))
         return f"an ACCEPT may be spoken only at a planned look (after {planned} pairs)"
+    if not rule.alpha:
+        return "an arm with a smaller p-value does not pass, and by Holm none after it may"
     share = stats.spent(found.pairs / rule.looks[-1], rule.alpha)
     p_value = 1.0 if found.p_value is None else found.p_value
     return f"the exact sign-flip test (p {p_value:.3f}) does not pass what may be spent here ({share:.3f})"
@@ -196,6 +199,26 @@ def _prefix_gate(evidence: Evidence) -> list[GateResult]:
             ),
             implied=True,
             observed=identical,
+        )
+    ]
+
+
+def _restart_gate(evidence: Evidence) -> list[GateResult]:
+    """The same prompts give the same texts in every start. What the baseline's do not either is not the arm's doing."""
+    before, after = (unstable_texts(blocks) for blocks in (evidence.baseline_blocks, evidence.blocks))
+    if before is None or after is None or before:
+        return []
+    reason = "every greedy text is the same after every start"
+    if after:
+        reason = f"the arm's own greedy text differs between its starts ({after[0]}), the baseline's does not"
+    return [
+        GateResult(
+            name="same_after_restart",
+            require="identical",
+            outcome="fail" if after else "pass",
+            reason=reason,
+            implied=True,
+            observed=not after,
         )
     ]
 

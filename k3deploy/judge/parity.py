@@ -129,6 +129,8 @@ def identity(evidence: Evidence, gate: PlannedGate) -> tuple[Result, str] | None
     if both is None:
         return None
     parted, compared = parity.divergences(*both, str(gate.suite))
+    if compared < parity.asked(*both, str(gate.suite)) and not parted:
+        return "open", f"{compared} of {parity.asked(*both, str(gate.suite))} texts of {gate.suite} could be compared"
     if not compared:
         return None
     if parted:
@@ -146,16 +148,17 @@ def _suites_gate(evidence: Evidence) -> GateResult:
         results = [parity.divergences(*both, suite) for suite in suites]
         parted = [divergence for found, _ in results for divergence in found]
         compared = sum(count for _, count in results)
+        asked = sum(parity.asked(*both, suite) for suite in suites)
         clear = [found for found in parted if found.margin is None or found.margin > NEAR_TIE]
         if clear:
             outcome = "fail"
             reason = f"{len(parted)} of {compared} greedy texts go on otherwise, not by a near tie: {clear[0]}"
         elif parted:
             reason = f"{len(parted)} of {compared} greedy texts part at a near tie, first {parted[0]}: read them"
+        elif compared < asked:
+            reason = refusal(evidence, "suites") or f"{compared} of {asked} greedy texts could be compared"
         elif compared:
             outcome, reason = "pass", f"all {compared} greedy texts of {', '.join(suites)} go on alike"
-        else:
-            reason = refusal(evidence, "suites") or reason
     return GateResult(name="suites", require="identical", outcome=outcome, reason=reason, implied=True)
 
 
@@ -173,6 +176,8 @@ def _consistency_gate(evidence: Evidence) -> GateResult:
             reason = refused
         elif after:
             reason = f"the baseline does it too: {after[0]}"
+        elif anew := parity.evaluated_anew(both[1]):
+            reason = f"no continuation was tried: the server evaluated the prompt anew in chunks of {', '.join(anew)}"
         elif both[1].continuation and both[1].reuse:
             outcome, reason = "pass", "chunks, other prompts, an erased slot and a broken request change nothing"
     return GateResult(name="continuation_and_reuse", require="identical", outcome=outcome, reason=reason, implied=True)

@@ -26,10 +26,10 @@ def transport_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[st
     required = arm.transport.require if arm.transport else plan.transport.require
     proof = block.transport
     if proof is None:
-        if required == "tcp" or block.observations.rdma_activated is True:
-            return []
-        return [f"{lead}: the logs do not prove RDMA on every connection"]
+        return [] if required == "tcp" else [f"{lead}: nothing proves RDMA on every connection"]
     problems = [f"{lead}: {text}" for text in proof.problems]
+    if required == "rdma" and proof.transport != "RDMA" and not problems:
+        problems.append(f"{lead}: RDMA is required, and what was found is {proof.transport}")
     if arm.transport and arm.transport.rdma == "off" and any(one.result == "RDMA" for one in proof.connections):
         problems.append(f"{lead}: a connection is on RDMA, planned was the fall-back to TCP")
     if not _judged_by_breaks(plan, arm):

@@ -36,6 +36,7 @@ def checks(evidence: Evidence) -> list[Check]:
         )
     found["harness"] = _harness_problems(evidence.both)
     found["one build"] = _build_differences(evidence)
+    found["one transport"] = _transport_differences(evidence)
     found["adjacent"] = list(stale_blocks(evidence.both, len(evidence.plan.arms)).values())
     return [_check(name, problems) for name, problems in found.items()]
 
@@ -100,6 +101,9 @@ def _sample_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]
         cell = block.cell(name, state)
         if cell is None:
             problems.append(f"block {block.index} ({block.arm}): {name} {state} was not measured")
+        elif misplaced := cell.misplaced():
+            counts = f"prompt_n {misplaced[0].prompt_n}, cache_n {misplaced[0].cache_n}"
+            problems.append(f"block {block.index} ({block.arm}): {name} {state} holds a sample with {counts}")
         elif not cell.valid():
             reasons = "; ".join(dict.fromkeys(sample.why for sample in cell.samples)) or "no samples"
             problems.append(f"block {block.index} ({block.arm}): {name} {state} has no valid sample: {reasons}")
@@ -108,7 +112,10 @@ def _sample_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]
 
 def _foreign_problems(_plan: PlanView, _arm: PlannedArm, block: Block) -> list[str]:
     """Another client's request takes time from ours, also between two samples."""
-    return [f"block {block.index} ({block.arm}): {text}" for text in (block.bench.foreign if block.bench else [])]
+    if block.bench is None:
+        return []
+    unwatched = ["nothing showed whether others sent requests"] if block.bench.foreign_check == "none" else []
+    return [f"block {block.index} ({block.arm}): {text}" for text in [*block.bench.foreign, *unwatched]]
 
 
 def _process_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
@@ -125,6 +132,8 @@ def _process_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[st
                 problems.append(f"{where}: no state of {name} was recorded")
                 continue
             problems += [f"{where}: {problem}" for problem in _differences(process, unit)]
+            if not unit.exe_sha256:
+                problems.append(f"{where}: the hash of its program was not recorded")
     return problems
 
 
@@ -203,6 +212,20 @@ def _builds_of(block: Block) -> tuple[dict[str, list[str]], dict[str, dict[str, 
             program = PurePosixPath(unit.exe).name
             hashes.setdefault(program, {}).setdefault(unit.exe_sha256, []).append(rank)
     return ids, hashes
+
+
+def _transport_differences(evidence: Evidence) -> list[str]:
+    """Arms that are to have the same transport had it: one on RDMA against one on TCP compares two links."""
+    arms = (evidence.baseline, evidence.arm)
+    if len({arm.transport.rdma if arm.transport else "auto" for arm in arms}) > 1:
+        return []
+    found: dict[str, list[str]] = {}
+    for block in evidence.both:
+        if block.transport and block.transport.connections:
+            found.setdefault(block.transport.transport, []).append(f"{block.index} ({block.arm})")
+    if len(found) < 2:
+        return []
+    return ["the blocks had different transports: " + "; ".join(f"{of} in {', '.join(b)}" for of, b in found.items())]
 
 
 def _memory_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
