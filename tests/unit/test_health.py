@@ -197,6 +197,17 @@ def test_a_band_that_cannot_be_checked_is_said() -> None:
     assert rules(health_rules.probe_findings(skipped, BANDS), "warning") == ["probe"]
 
 
+def test_a_band_that_no_reading_around_a_block_could_check_voids_it() -> None:
+    seen = gpu_reading({"clocks.sm": 2400.0})
+    blind = gpu_reading({"clocks.sm": 2400.0}, kind=None, under_load=None, skipped="300 MiB of memory are free")
+    unasked = gpu_reading({"clocks.sm": 2400.0}, kind=None, under_load=None, skipped="not asked for")
+    (found,) = [item for item in health_rules.block_findings(blind, blind, BANDS) if item["severity"] == "fault"]
+    assert "gemv_gb_s" in found["text"] and "300 MiB" in found["text"]
+    for before, after in ((seen, blind), (blind, seen), (seen, seen), (unasked, unasked)):
+        assert rules(health_rules.block_findings(before, after, BANDS), "fault") == []
+    assert health_rules.block_findings(reading(), reading(), BANDS) == []  # no GPU, no numbers of one
+
+
 def test_a_probe_beside_a_working_service_does_not_judge_the_bandwidth_but_the_clock() -> None:
     serving = gpu_reading({"clocks.sm": 695.0, "utilization.gpu": 96.0}, gemv_gb_s={"median": 100.0})
     assert rules(health_rules.preflight_findings(serving, BANDS), "fault") == ["band_sm_clock_mhz"]

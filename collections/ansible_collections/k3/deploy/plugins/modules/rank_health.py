@@ -27,7 +27,7 @@ options:
     type: float
     default: 0.3
   probe_free_mib:
-    description: Free memory (MemFree less CmaFree, MiB) below which the GPU probe, which takes 256 MiB, is left out.
+    description: Memory (MemAvailable less CmaFree, MiB) below which the GPU probe, which takes 256 MiB, is left out.
     type: int
     default: 4096
   file:
@@ -88,7 +88,8 @@ def probe(params, gpu):
     if gpu["error"] or not gpu["gpus"]:
         return {"kind": None, "error": None, "skipped": "nvidia-smi shows no GPU"}
     memory = host.meminfo()
-    free = memory.get("MemFree", 0) - memory.get("CmaFree", 0)
+    # What the driver can have: page cache makes way for it, the contiguous area does not.
+    free = memory.get("MemAvailable", 0) - memory.get("CmaFree", 0)
     if free < params["probe_free_mib"]:
         return {"kind": None, "error": None, "skipped": "%d MiB of memory are free, %d would be needed" % (free, params["probe_free_mib"])}
     return health.probe_gpu(2 * seconds, params["timeout"])

@@ -83,6 +83,24 @@ def probe_findings(reading, bands, when=""):
     return found
 
 
+def blind_findings(before, after, bands):
+    """A fault where the inventory has a band and no reading around the block has its number: what it is there for may have been so.
+
+    A rank without a GPU owes no numbers of one, and where no probe is asked for none is owed.
+    """
+    probe, gpus = after.get("probe") or {}, (after.get("gpu") or {}).get("gpus")
+    if probe.get("skipped") == "not asked for":
+        return []
+    owed = [name for name in bands or {} if name.startswith("cpu_") == (not gpus)]
+    known = {**measured(before), **measured(after)}
+    missing = sorted(name for name in owed if name not in known)
+    if not missing:
+        return []
+    why = probe.get("skipped") or probe.get("error") or "something else used the GPU"
+    text = f"{', '.join(missing)} could not be measured before or after the block ({why})"
+    return [finding("blind", "fault", text, "see that the rank is idle and has memory for the probe, or take the band out of k3_health")]
+
+
 def memory_findings(reading):
     """Fragmentation: no free block as large as the GPU driver asks for, in a zone that has any."""
     order = max(0, (LARGE_BLOCK // max(1, reading.get("page_size") or 4096)).bit_length() - 1)
@@ -190,6 +208,7 @@ def block_findings(before, after, bands):
         *band_findings(before, bands, " before the block"),
         *probe_findings(after, bands, " after the block"),
         *band_findings(after, bands, " after the block"),
+        *blind_findings(before, after, bands),
         *memory_findings(after),
         *stall_findings(before, after),
         *throttle_findings(before, after),
