@@ -31,6 +31,9 @@ if ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
   { $as_root apt-get update -qq && $as_root apt-get install -o DPkg::Lock::Timeout=600 -qq -y --no-install-recommends chromium; } >/dev/null 2>&1
 fi
 
-setsid pytest -n 3 --durations=20 --durations-min=10 "$@" &
+# With job control it has a group of its own, and Ctrl-C is not ignored in it, as it is in other background processes.
+set -m
+pytest -n 3 --durations=20 --durations-min=10 "$@" &
 child=$!
+set +m
 wait "$child"

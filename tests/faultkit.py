@@ -127,8 +127,8 @@ class Rig:
         self.controller.on(rank, f"{waiting} || {{ {there}; exit 1; }}")
 
     def arm(self, rank: str, when: str, then: str) -> None:
-        """On a rank, as soon as the shell command ``when`` succeeds, do ``then``; for a minute at most."""
-        script = f"end=$((SECONDS + 60)); until {when}; do [ $SECONDS -lt $end ] || exit 1; sleep 0.01; done; {then}"
+        """On a rank, as soon as the shell command ``when`` succeeds, do ``then``; for four minutes at most."""
+        script = f"end=$((SECONDS + 240)); until {when}; do [ $SECONDS -lt $end ] || exit 1; sleep 0.01; done; {then}"
         self.controller.on(rank, f"systemd-run --collect --quiet bash -c {shlex.quote(script)}")
 
     def manifests(self) -> dict[str, Any]:

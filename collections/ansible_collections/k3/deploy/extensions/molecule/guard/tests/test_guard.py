@@ -44,8 +44,8 @@ def test_it_looks_at_least_four_times_a_second(rank0: Host, pid: str) -> None:
 
 def test_of_root_only_what_it_needs_is_left_to_it(rank0: Host, pid: str, status: Callable[..., dict[str, str]]) -> None:
     found = status(rank0, pid)
-    kill, ptrace = 1 << 5, 1 << 19
-    assert {int(found[name], 16) for name in ("CapPrm", "CapEff", "CapBnd")} == {kill | ptrace}
+    kill, ptrace, read = 1 << 5, 1 << 19, 1 << 2  # the last: whose descriptors another user's sockets are
+    assert {int(found[name], 16) for name in ("CapPrm", "CapEff", "CapBnd")} == {kill | ptrace | read}
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
     inside = f"nsenter --target {pid} --mount --"
     for path in ("/etc/probe", "/opt/k3deploy/probe", "/opt/k3deploy/libexec/probe", "/var/probe"):
