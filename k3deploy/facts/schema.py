@@ -236,7 +236,10 @@ class Fatal(Record):
 
 
 class Observations(Record):
-    """What one head log (and the workers' logs) say about a block. ``None``: the logs do not speak about it."""
+    """What one head log (and the workers' logs) say about a block. ``None``: the logs do not speak about it.
+
+    truncated: observations of which no more than a part is known, since a log was longer than what a rank sends of it.
+    """
 
     graphs_reused: int | None = None
     pipeline_parallel: bool | None = None
@@ -274,6 +277,7 @@ class Observations(Record):
     worker_link_idle: float | None = None
     slowest_rank_excess: float | None = None
     fatal: list[Fatal] = Field(default_factory=list)
+    truncated: list[str] = Field(default_factory=list)
 
 
 class Block(Record):
