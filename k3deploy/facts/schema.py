@@ -339,7 +339,10 @@ def _ubatch_size(argv: Sequence[str]) -> int | None:
 
 
 class VoidBlock(Record):
-    """A block that does not count; ``void`` says why. It was measured again, or broke off."""
+    """A block that does not count; ``void`` says why. It was measured again, or broke off (``broken``).
+
+    transport: the proof, where it was made; its ``problems`` are why a block broke that is not carried as it must be.
+    """
 
     index: int
     pair: int
@@ -347,6 +350,8 @@ class VoidBlock(Record):
     started: str | None = None
     ended: str | None = None
     void: str = ""
+    broken: bool = False
+    transport: TransportProof | None = None
 
 
 class Verified(Record):

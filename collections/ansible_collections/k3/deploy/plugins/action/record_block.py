@@ -82,8 +82,19 @@ def write_atomic(path, text):
     temporary.replace(path)
 
 
+def place_of(run_dir, index, void):
+    """(path of a block's record, what its logs' names begin with). A block that broke again leaves the earlier records as they are."""
+    if not void:
+        return run_dir / "blocks" / f"{index:03d}.json", f"{index:03d}"
+    number = 1
+    while (run_dir / "void" / f"{index:03d}-{number}.json").exists():
+        number += 1
+    return run_dir / "void" / f"{index:03d}-{number}.json", f"{index:03d}-void{number}"
+
+
 class ActionModule(ActionBase):
-    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop, health}}, health_bands, void."""
+    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop, health}}, health_bands, transport,
+    void (why the block broke)."""
 
     TRANSFERS_FILES = False
     _supports_check_mode = True
@@ -97,30 +108,30 @@ class ActionModule(ActionBase):
         index = int(block["index"])
         ranks = {}
         try:
+            path, mark = place_of(run_dir, index, arguments.get("void"))
             for name, seen in arguments["ranks"].items():
-                ranks[name] = self._rank(run_dir, index, name, seen, arguments)
+                ranks[name] = self._rank(run_dir, mark, name, seen, arguments)
             record = {
                 **{key: block[key] for key in ("index", "pair", "arm", "slug")},
                 **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
                 **{key: arguments.get(key) for key in ("load_seconds", "void")},
                 "bench": arguments.get("bench") or {},
                 "transport": arguments.get("transport"),
+                "broken": bool(arguments.get("void")),
                 "ranks": ranks,
             }
-            folder = "blocks" if not arguments.get("void") else "void"
-            path = run_dir / folder / f"{index:03d}.json"
             # Logs and what processes say of themselves come from elsewhere: no secret of theirs stays in the run directory.
             write_atomic(path, json.dumps(masking.mask(record), indent=1, sort_keys=True, default=str))
         except OSError as error:
             raise AnsibleActionFail(f"cannot record block {index} in {run_dir}: {error}") from error
         return {**result, "changed": True, "path": os.fspath(path)}
 
-    def _rank(self, run_dir, index, name, seen, arguments):
+    def _rank(self, run_dir, mark, name, seen, arguments):
         stop = seen.get("stop") or {}
         logs = {}
         for kind, text in (stop.get("k3_logs") or {}).items():
             if text:
-                path = run_dir / "logs" / name / f"{index:03d}-{kind}.log"
+                path = run_dir / "logs" / name / f"{mark}-{kind}.log"
                 write_atomic(path, masked_log(log_excerpt.unpack(text)))
                 logs[kind] = os.fspath(path.relative_to(run_dir))
         return {
