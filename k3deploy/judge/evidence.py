@@ -35,7 +35,8 @@ class Evidence:
         baseline = plan.arms[0]
         blocks, baseline_blocks = facts.of(arm.name), facts.of(baseline.name)
         pairs = _complete_pairs(blocks, baseline_blocks)
-        void = [void for void in facts.void if void.arm in (arm.name, baseline.name)]
+        # Where nothing at all is measured, what broke first of any arm is why there is nothing of this one.
+        void = [void for void in facts.void if not facts.blocks or void.arm in (arm.name, baseline.name)]
         verified, lost = facts.verified.get(arm.name), given_up(arm.name, facts)
         return cls(plan, arm, baseline, blocks, baseline_blocks, pairs, verified, void, lost)
 

@@ -70,3 +70,19 @@ def test_a_void_record_keeps_the_proof_of_the_transport(run_dir: Path) -> None:
     path = record(run_dir, "x\n", void="rank1 is on TCP", transport=proof)
     found = read_model(VoidBlock, path).transport
     assert found is not None and found.problems == ["rank1 is on TCP"]
+
+
+def test_a_run_of_which_nothing_counts_has_a_verdict_and_its_reports(run_dir: Path) -> None:
+    from k3deploy.commands import judging
+    from k3deploy.errors import ExitCode
+    from k3deploy.store import Run
+
+    plan = json.loads((Path(__file__).parents[1] / "fixtures/run-small/plan.json").read_text())
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    proof = {"require": "rdma", "transport": "TCP", "connections": [], "problems": ["rank1 is on TCP"]}
+    record(run_dir, "x\n", void="rank1 is on TCP, not RDMA", transport=proof)
+    run = Run(run_dir, plan["candidate"], "", "", "lab", "", {}, {}, "", "")
+    outcome = judging.conclude(run)
+    assert outcome.exit_code is ExitCode.INVALID
+    assert outcome.verdict["arms"][0]["reasons"][0].endswith("does not count: rank1 is on TCP, not RDMA")
+    assert outcome.html.exists() and "rank1 is on TCP, not RDMA" in outcome.html.read_text()

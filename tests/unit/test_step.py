@@ -218,8 +218,9 @@ def test_an_arm_that_was_given_up_is_invalid_with_the_reason_of_its_last_break()
 
 
 def test_a_run_of_which_nothing_counts_is_invalid_and_says_the_last_reason_first() -> None:
-    void = [broken(0, BASELINE, "rank1: RDMA fell back", 12), broken(0, BASELINE, "an older reason", 11)]
-    verdict = judge(plan_for(3), Facts.model_validate({**facts_of(1), "blocks": [], "void": void}))
+    void = [broken(1, OTHER, "rank1: RDMA fell back", 12), broken(1, OTHER, "an older reason", 11)]
+    verdict = judge(campaign(), Facts.model_validate({**facts_of(1), "blocks": [], "void": void}))
+    assert all(arm.reasons[0].endswith("rank1: RDMA fell back") for arm in verdict.arms)
     assert verdict.outcome == "INVALID" and verdict.reason.endswith("does not count: rank1: RDMA fell back")
 
 

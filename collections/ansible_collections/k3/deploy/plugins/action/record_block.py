@@ -116,7 +116,7 @@ class ActionModule(ActionBase):
                 **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
                 **{key: arguments.get(key) for key in ("load_seconds", "void")},
                 "bench": arguments.get("bench") or {},
-                "transport": arguments.get("transport"),
+                "transport": arguments.get("transport") or None,
                 "broken": bool(arguments.get("void")),
                 "ranks": ranks,
             }
