@@ -14,7 +14,8 @@ from typing import Any
 
 from k3deploy.errors import K3Error
 
-RULE = Path("collections/ansible_collections/k3/deploy/plugins/module_utils/masking.py")
+COLLECTION = Path("collections/ansible_collections/k3/deploy")
+RULE = "plugins/module_utils/masking.py"
 
 
 def is_secret_name(name: str) -> bool:
@@ -46,13 +47,20 @@ def refuse_secret_name(name: str, kind: str) -> None:
         )
 
 
-@cache
-def _rule() -> ModuleType:
+def collection_file(name: str) -> ModuleType:
+    """A file of the collection that knows nothing of Ansible, as a module: what ranks and controller must agree on."""
     for folder in Path(__file__).resolve().parents:
-        path = folder / RULE
-        spec = importlib.util.spec_from_file_location("k3deploy_masking", path) if path.is_file() else None
+        path = folder / COLLECTION / name
+        spec = importlib.util.spec_from_file_location(f"k3deploy_{path.stem}", path) if path.is_file() else None
         if spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
-    raise K3Error(f"{RULE} was not found beside this package", remedy="run k3deploy from a checkout of the project")
+    raise K3Error(
+        f"{COLLECTION / name} was not found beside this package", remedy="run k3deploy from a checkout of the project"
+    )
+
+
+@cache
+def _rule() -> ModuleType:
+    return collection_file(RULE)

@@ -80,6 +80,11 @@ class Run:
         """Records of the blocks that are measured, in order."""
         return sorted((self.path / "blocks").glob("[0-9]*.json"))
 
+    @property
+    def void(self) -> list[Path]:
+        """Records of the blocks that do not count."""
+        return sorted((self.path / "void").glob("[0-9]*.json"))
+
     def plan(self) -> dict[str, Any]:
         return _read(self.path / "plan.json")
 

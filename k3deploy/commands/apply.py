@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,6 +240,7 @@ def carry_out(
         progress.event(event)
 
     bringing_back = False
+    earlier = set(run.void)
     proof: dict[str, Any] = {}
     mine = {"k3_run_id": run.id, "k3_run_owner": run.owner}
     progress = Progress(sys.stderr, run.events, live=live_display(), blocks=[block["arm"] for block in plan["blocks"]])
@@ -263,7 +264,7 @@ def carry_out(
                 raise restoration.error(inventory)
             progress.note(restoration.words)
         outcome = None
-        if run.blocks:
+        if run.blocks or run.void:
             progress.phase("judge", "gates on what was measured")
             outcome = judging.conclude(run)
     for error in result.handler_errors[:3]:
@@ -274,9 +275,8 @@ def carry_out(
         raise LockedError(locked, remedy=f"k3deploy window status -i {inventory} shows how it stands")
     if not result.ok:
         failure = _failure(result, progress, run)
-        if outcome is None or outcome.exit_code != ExitCode.REJECT or result.status == "canceled":
+        if outcome is None or not _stands(outcome.exit_code, result, set(run.void) - earlier):
             raise failure
-        # What the guards stopped, or what was measured before, rejects the candidate whatever else broke.
         warn(f"the run ended early: {failure}")
     if outcome is None:
         raise K3Error("the playbook ended well but recorded no block", remedy=f"see {result.log}")
@@ -288,6 +288,27 @@ def _closed(result: RunResult, proof: Mapping[str, Any]) -> bool:
     if result.status != "failed" or not proof or result.unreachable:
         return False
     return not any(failure.task.startswith(_CLOSING) for failure in result.failures)
+
+
+def _stands(verdict: ExitCode, result: RunResult, void: Collection[Path]) -> bool:
+    """Whether a verdict is the exit code of a run that ended early. void: the records of what broke in it.
+
+    What the guards stopped, or what was measured before, rejects the candidate whatever else broke. And a measurement
+    does not count, rather than that something is broken, where a block's transport was not proven.
+    """
+    if result.status == "canceled" or verdict not in (ExitCode.REJECT, ExitCode.INVALID):
+        return False
+    return verdict == ExitCode.REJECT or _unproven(result, void)
+
+
+def _unproven(result: RunResult, void: Collection[Path]) -> bool:
+    """Whether a run ended for its transport and for nothing else: all ranks were there, and the window was closed."""
+    from k3deploy.facts import VoidBlock, read_model
+
+    if not void or result.unreachable or any(failure.task.startswith(_CLOSING) for failure in result.failures):
+        return False
+    proofs = [read_model(VoidBlock, path).transport for path in void]
+    return all(proof is not None and proof.problems for proof in proofs)
 
 
 def _failure(result: RunResult, progress: Progress, run: Run) -> K3Error:

@@ -6,7 +6,7 @@ here. Memory is in MiB, times are in milliseconds unless the name ends in ``_sec
 
 from k3deploy.facts.assemble import assemble, load_facts, read_model, write_facts
 from k3deploy.facts.logs import parse_head_log, parse_worker_log
-from k3deploy.facts.schema import Block, Cell, Facts, Sample, State, TransportProof, Unit, Verified
+from k3deploy.facts.schema import Block, Cell, Facts, Sample, State, TransportProof, Unit, Verified, VoidBlock
 
 __all__ = [
     "Block",
@@ -17,6 +17,7 @@ __all__ = [
     "TransportProof",
     "Unit",
     "Verified",
+    "VoidBlock",
     "assemble",
     "load_facts",
     "parse_head_log",

@@ -247,7 +247,10 @@ class Fatal(Record):
 
 
 class Observations(Record):
-    """What one head log (and the workers' logs) say about a block. ``None``: the logs do not speak about it."""
+    """What one head log (and the workers' logs) say about a block. ``None``: the logs do not speak about it.
+
+    truncated: observations of which no more than a part is known, since a log was longer than what a rank sends of it.
+    """
 
     graphs_reused: int | None = None
     pipeline_parallel: bool | None = None
@@ -285,6 +288,7 @@ class Observations(Record):
     worker_link_idle: float | None = None
     slowest_rank_excess: float | None = None
     fatal: list[Fatal] = Field(default_factory=list)
+    truncated: list[str] = Field(default_factory=list)
 
 
 class Block(Record):
@@ -346,7 +350,10 @@ def _ubatch_size(argv: Sequence[str]) -> int | None:
 
 
 class VoidBlock(Record):
-    """A block that does not count; ``void`` says why. It was measured again, or broke off."""
+    """A block that does not count; ``void`` says why. It was measured again, or broke off (``broken``).
+
+    transport: the proof, where it was made; its ``problems`` are why a block broke that is not carried as it must be.
+    """
 
     index: int
     pair: int
@@ -354,6 +361,8 @@ class VoidBlock(Record):
     started: str | None = None
     ended: str | None = None
     void: str = ""
+    broken: bool = False
+    transport: TransportProof | None = None
 
 
 class Verified(Record):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from k3deploy.facts import Block, Facts, State, Verified
+from k3deploy.facts import Block, Facts, State, Verified, VoidBlock
 from k3deploy.judge.planned import PlannedArm, PlannedGate, PlanView
 
+MAX_REPEATS = 2  # how often one block is measured again, and how often it may break
 TextKey = tuple[str, str, int]
 
 
@@ -15,7 +16,8 @@ TextKey = tuple[str, str, int]
 class Evidence:
     """One arm against the baseline. ``pairs``: (baseline block, arm block), both measured to the end.
 
-    verified: what its kernels did on a GPU by themselves, where that was tried.
+    verified: what its kernels did on a GPU by themselves, where that was tried. void: blocks of both that do not count;
+    given_up: the last break of an arm that broke too often to be tried again.
     """
 
     plan: PlanView
@@ -25,13 +27,18 @@ class Evidence:
     baseline_blocks: list[Block]
     pairs: list[tuple[Block, Block]]
     verified: Verified | None = None
+    void: list[VoidBlock] = field(default_factory=list)
+    given_up: VoidBlock | None = None
 
     @classmethod
     def of(cls, plan: PlanView, arm: PlannedArm, facts: Facts) -> Evidence:
         baseline = plan.arms[0]
         blocks, baseline_blocks = facts.of(arm.name), facts.of(baseline.name)
         pairs = _complete_pairs(blocks, baseline_blocks)
-        return cls(plan, arm, baseline, blocks, baseline_blocks, pairs, facts.verified.get(arm.name))
+        # Where nothing at all is measured, what broke first of any arm is why there is nothing of this one.
+        void = [void for void in facts.void if not facts.blocks or void.arm in (arm.name, baseline.name)]
+        verified, lost = facts.verified.get(arm.name), given_up(arm.name, facts)
+        return cls(plan, arm, baseline, blocks, baseline_blocks, pairs, verified, void, lost)
 
     @property
     def gates(self) -> dict[str, PlannedGate]:
@@ -61,6 +68,15 @@ def unstable_texts(blocks: Sequence[Block]) -> list[str] | None:
     if len(starts) < 2:
         return None
     return [_text_name(key) for key, texts in sorted(_texts_of(blocks).items()) if len(texts) > 1]
+
+
+def given_up(arm: str, facts: Facts) -> VoidBlock | None:
+    """The last break of an arm of which one block broke as often as it may; ``None`` for an arm that is still tried."""
+    measured = {block.index for block in facts.blocks}
+    broken = [void for void in facts.void if void.arm == arm and void.broken and void.index not in measured]
+    indexes = [void.index for void in broken]
+    lost = [void for void in broken if indexes.count(void.index) >= MAX_REPEATS]
+    return max(lost, key=lambda void: void.ended or "", default=None)
 
 
 def observed(blocks: Sequence[Block], key: str) -> list[float | bool]:

@@ -31,6 +31,7 @@ def arm_findings(evidence: Evidence) -> list[Seen]:
     elif compared:
         text = f"greedy output is identical to the baseline's in all {compared} texts of the cells"
         found.append(Seen(source="measured", text=text))
+    found += _truncated_findings(evidence.both)
     found += memory_findings(evidence) + profile_findings(evidence)
     return found + transport_findings(evidence.both) + health_findings(evidence.both)
 
@@ -46,6 +47,19 @@ def _pipeline_findings(evidence: Evidence) -> list[Seen]:
         else "the head does not pipeline microbatches over the ranks, the baseline does"
     )
     return [Seen(source="measured", text=text, contradicts=not own[-1])]
+
+
+def _truncated_findings(blocks: Sequence[Block]) -> list[Seen]:
+    """Logs that had more lines to count than travel: what rests on them is only part of the truth."""
+    return [
+        Seen(
+            source="measured",
+            text=f"the logs of block {block.index} ({block.arm}) are longer than what is kept of them; "
+            f"only a part is known of {', '.join(block.observations.truncated)}",
+        )
+        for block in blocks
+        if block.observations.truncated
+    ]
 
 
 def _cache_reuse_findings(blocks: Sequence[Block], baseline: Sequence[Block]) -> list[Seen]:

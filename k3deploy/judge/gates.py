@@ -6,6 +6,7 @@ from typing import Literal
 
 from k3deploy import stats
 from k3deploy.facts import State
+from k3deploy.facts.logs import COUNTS
 from k3deploy.judge import parity
 from k3deploy.judge.evidence import Evidence, cell_names, observed, reused_tokens, unstable_texts
 from k3deploy.judge.memory import memory_gate
@@ -124,6 +125,9 @@ def _identity_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResu
 
 def _observation_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateResult:
     key = str(gate.observation)
+    if (cut := _truncated(evidence, gate)) and not _settled(evidence, gate):
+        text = f"{key} is not known: the logs of block {', '.join(cut)} are longer than what is kept of them"
+        return GateResult(name=name, require=gate.require, outcome="open", reason=text, limit=gate.limit)
     if key in parity.LIMITS:
         error = parity.measured_error(evidence, key)
         values: list[float | bool] = [error[0]] if error else []
@@ -162,6 +166,21 @@ def _observation_gate(evidence: Evidence, name: str, gate: PlannedGate) -> GateR
         limit=limit,
         observed=worst,
     )
+
+
+def _truncated(evidence: Evidence, gate: PlannedGate) -> list[str]:
+    """The blocks of which only a part of what the gate reads is known."""
+    blocks = evidence.both if gate.require == "not_higher" else evidence.blocks
+    return [str(block.index) for block in blocks if gate.observation in block.observations.truncated]
+
+
+def _settled(evidence: Evidence, gate: PlannedGate) -> bool:
+    """Whether what is left out cannot change the gate's answer: a count can only grow."""
+    values = observed(evidence.blocks, str(gate.observation))
+    if gate.observation not in COUNTS or not values:
+        return False
+    limit = float(gate.limit or 0)
+    return (gate.require == "at_most" and max(values) > limit) or (gate.require == "at_least" and min(values) >= limit)
 
 
 def _other_cells(evidence: Evidence, state: State, rule: Rule) -> list[GateResult]:

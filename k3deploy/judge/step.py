@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import Any
 
 from k3deploy.facts import Block, Facts
+from k3deploy.judge.evidence import MAX_REPEATS, given_up
 from k3deploy.judge.outcome import judge
 from k3deploy.judge.planned import PlanView
 from k3deploy.judge.transport import broken_transfers
 from k3deploy.judge.validity import below_floor, block_problems, stale_blocks
 
-MAX_REPEATS = 2  # how often one block is measured again
 FINAL = frozenset(("ACCEPT", "REJECT"))
 
 
@@ -46,9 +46,11 @@ def next_step(
     view = PlanView.model_validate(dict(plan))
     problems = _problems(view, facts)
     tries = Counter(void.index for void in facts.void)
+    # Blocks that broke end a run each, and an arm that breaks is given up: they take nothing of what is spare.
+    again = sum(not void.broken for void in facts.void)
     void: dict[int, str] = {}
     for index, reason in problems.items():
-        if tries[index] >= MAX_REPEATS or len(facts.void) + len(void) >= spares(len(view.blocks)):
+        if tries[index] >= MAX_REPEATS or again + len(void) >= spares(len(view.blocks)):
             return Step(None, f"block {index} is void and was measured again often enough: {reason}", void)
         void[index] = reason
     kept = [block for block in facts.blocks if block.index not in void]
@@ -56,13 +58,19 @@ def next_step(
     left = [block for block in view.blocks if block["index"] not in have]
     if not left:
         return Step(None, "every planned block is measured")
+    lost = {arm.name: last.void for arm in view.arms if (last := given_up(arm.name, facts)) is not None}
+    baseline = view.arms[0].name
+    if baseline in lost:
+        return Step(None, _lost_words({baseline: lost[baseline]}), void)
     final: set[str] = set()
     if kept and not view.rule.fixed:
         verdict = judge(plan, facts.model_copy(update={"blocks": kept}))
         final = {arm.arm for arm in verdict.arms if arm.outcome in FINAL}
         if len(final) == len(verdict.arms):
             return Step(None, f"{verdict.outcome} after {verdict.pairs} pairs: {verdict.reason}", void)
-    open_blocks = [block for block in left if block["arm"] not in final]
+    if final | lost.keys() >= {arm.name for arm in view.arms[1:]}:
+        return Step(None, _lost_words(lost), void)  # blocks of the baseline alone would say nothing
+    open_blocks = [block for block in left if block["arm"] not in final | lost.keys()]
     if not open_blocks:
         return Step(None, "every block of an arm that is not decided yet is measured", void)
     block = open_blocks[0]
@@ -70,6 +78,10 @@ def next_step(
     if until is not None and begins_a_round and now + (_length(kept) or block_s) * len(view.arms) > until:
         return Step(None, f"--max-hours: another round of {len(view.arms)} blocks would not end in time", void)
     return Step(block, "; ".join(void.values()), void)
+
+
+def _lost_words(lost: Mapping[str, str]) -> str:
+    return "; ".join(f"{arm} broke {MAX_REPEATS} times and is given up: {reason}" for arm, reason in lost.items())
 
 
 def _problems(view: PlanView, facts: Facts) -> dict[int, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import PurePosixPath
 
-from k3deploy.facts import Block, Unit
+from k3deploy.facts import Block, Unit, VoidBlock
 from k3deploy.judge.evidence import Evidence
 from k3deploy.judge.health import health_problems
 from k3deploy.judge.planned import PlannedArm, PlannedProcess, PlanView
@@ -34,6 +34,8 @@ def checks(evidence: Evidence) -> list[Check]:
             f"{measured} of {planned} planned blocks are measured "
             "(k3deploy apply --resume continues a run that was cut short)"
         )
+    if lost := _lost(evidence):
+        found["blocks"].insert(0, f"block {lost.index} ({lost.arm}) does not count: {lost.void}")
     found["harness"] = _harness_problems(evidence.both)
     found["one build"] = _build_differences(evidence)
     found["one transport"] = _transport_differences(evidence)
@@ -45,6 +47,13 @@ def block_problems(plan: PlanView, arm: PlannedArm, block: Block) -> dict[str, S
     """What makes ``block`` of ``arm`` void, by check; empty for a block that counts."""
     found = {name: check(plan, arm, block) for name, check in BLOCK_CHECKS.items()}
     return {name: problems for name, problems in found.items() if problems}
+
+
+def _lost(evidence: Evidence) -> VoidBlock | None:
+    """The block that did not count whose reason a reader wants first: of an arm that is given up, or without a pair."""
+    if evidence.given_up is not None or evidence.pairs:
+        return evidence.given_up
+    return max(evidence.void, key=lambda void: void.ended or "", default=None)
 
 
 def stale_blocks(blocks: Sequence[Block], arms: int) -> dict[int, str]:

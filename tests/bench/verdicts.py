@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3deploy import stats
+from k3deploy.judge.evidence import MAX_REPEATS
 from k3deploy.judge.rule import DELTA, NOT_INFERIOR, Decision, Require, Rule, Speed
-from k3deploy.judge.step import MAX_REPEATS
 from k3deploy.plan.blocks import rounds
 
 PRIMARY = "pp2048 cold"

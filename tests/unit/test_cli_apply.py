@@ -152,6 +152,62 @@ def test_of_a_run_that_broke_only_a_rejection_stands(
             apply.carry_out(project.run(), project.inventory, PLAN)
 
 
+VOID = {"index": 0, "pair": 0, "arm": "baseline", "void": "rank1: TCP, not RDMA", "broken": True}
+UNPROVEN = {**VOID, "transport": {"require": "rdma", "transport": "TCP", "connections": [], "problems": ["rank1"]}}
+
+
+def void(record: dict[str, Any], name: str = "000-1") -> str:
+    """A task that records a block that does not count."""
+    text = json.dumps(record)
+    making = "d = pathlib.Path('{{ k3_run_dir }}/void'); d.mkdir(exist_ok=True)"
+    program = f"import pathlib; {making}; (d / '{name}.json').write_text({text!r})"
+    return f"ansible.builtin.command: {json.dumps({'argv': ['python3', '-c', program]})}"
+
+
+def test_a_run_whose_transport_is_not_proven_is_invalid(
+    project: Project, capfd: pytest.CaptureFixture[str], verdict: dict[str, Any]
+) -> None:
+    drained, back = ("Window | drain", project.set("drained")), ("Close | back", project.set("serving"))
+    project.write("apply", [drained, ("Measure | record", void(UNPROVEN)), back, ("Measure | say", FAIL)])
+    verdict["code"] = ExitCode.INVALID
+    assert apply.carry_out(project.run(), project.inventory, PLAN) == ExitCode.INVALID
+    assert project.state.read_text() == "serving"
+    assert "the run ended early: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [("Measure | record", void(VOID)), ("Measure | say", FAIL)],
+        [("Measure | record", void(UNPROVEN)), ("Measure | also", void(VOID, "001-1")), ("Measure | say", FAIL)],
+        [("Measure | record", void(UNPROVEN)), ("Close | back", f"name: Close | back\n      {FAIL}")],
+        [("Measure | say", FAIL)],
+    ],
+    ids=["a block that broke", "another that broke too", "a close that failed", "nothing recorded"],
+)
+def test_of_a_run_that_broke_for_another_reason_the_failure_is_the_word(
+    project: Project, verdict: dict[str, Any], broken: list[tuple[str, str]]
+) -> None:
+    project.write("apply", [("Window | drain", project.set("drained")), *broken])
+    verdict["code"] = ExitCode.INVALID
+    with pytest.raises(K3Error, match="no space left") as caught:
+        apply.carry_out(project.run(), project.inventory, PLAN)
+    assert caught.value.exit_code is ExitCode.FAILED
+    assert project.state.read_text() == "serving"
+
+
+def test_a_proof_that_failed_in_an_earlier_go_explains_nothing_of_this_one(
+    project: Project, verdict: dict[str, Any]
+) -> None:
+    run = project.run()
+    (run.path / "void").mkdir()
+    (run.path / "void/000-1.json").write_text(json.dumps(UNPROVEN))
+    project.write("apply", [("Window | break", FAIL)])
+    verdict["code"] = ExitCode.INVALID
+    with pytest.raises(K3Error, match="no space left"):
+        apply.carry_out(run, project.inventory, PLAN)
+
+
 def test_json_output_is_nothing_but_json(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     project.write("apply", [("Window | measure", RECORD)])
     run = project.run()

@@ -380,6 +380,29 @@ def test_an_observation_gate_says_what_was_seen(gate: dict[str, Any], value: Any
     assert gate_of(arm_of(facts, plan), "seen").outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("key", "require", "seen", "outcome"),
+    [
+        ("flashkda_fallback", "at_most", 0, "open"),
+        ("flashkda_fallback", "at_most", 3, "fail"),
+        ("flashkda_active", "at_least", 3, "pass"),
+        ("flashkda_active", "at_least", 0, "open"),
+        ("rpc_p99", "at_most", 9.0, "open"),
+    ],
+    ids=["maybe more", "more already", "enough already", "maybe enough", "no count"],
+)
+def test_what_only_a_part_is_known_of_is_judged_where_the_rest_cannot_change_it(
+    key: str, require: str, seen: float, outcome: str
+) -> None:
+    plan = plan_of(gates={"seen": {"observation": key, "require": require, "limit": 1}})
+    facts = facts_of(1)
+    facts["blocks"][1]["observations"] |= {key: seen, "truncated": [key]}
+    arm = verdict_of(facts, plan).arms[0]
+    gate = next(gate for gate in arm.gates if gate.name == "seen")
+    assert gate.outcome == outcome
+    assert any("longer than what is kept" in finding.text for finding in arm.findings)
+
+
 def test_an_observation_that_nothing_speaks_of_leaves_the_gate_open() -> None:
     plan = plan_of(gates={"seen": {"observation": "rpc_p99", "require": "not_higher"}})
     arm = arm_of(facts_of(5), plan)

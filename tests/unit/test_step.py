@@ -12,6 +12,7 @@ from test_judge import ARM, BASELINE, PLAN, RUN, block_of, facts_of, plan_of, sp
 
 from k3deploy.commands.advise import advise, main, put_aside
 from k3deploy.facts import Facts, assemble
+from k3deploy.judge import judge
 from k3deploy.judge.step import Step, next_step, spares
 
 
@@ -139,6 +140,88 @@ def test_no_round_begins_that_would_not_end_in_time() -> None:
 
 def test_spare_blocks_are_bounded() -> None:
     assert [spares(blocks) for blocks in (2, 8, 16, 24)] == [2, 2, 4, 6]
+
+
+# --- blocks that broke ---
+
+OTHER = next(arm["name"] for arm in PLAN["arms"] if arm["name"] not in (BASELINE, ARM))
+
+
+def broken(index: int, arm: str, reason: str = "the head did not come up", hour: int = 10) -> dict[str, Any]:
+    moment = f"2026-11-30T{hour}:00:00+00:00"
+    return {"index": index, "pair": 0, "arm": arm, "void": reason, "broken": True, "ended": moment}
+
+
+def campaign(pairs: int = 3) -> dict[str, Any]:
+    plan = plan_for(pairs, [pairs])
+    plan["arms"] = PLAN["arms"]
+    plan["blocks"] = [
+        {"index": 3 * pair + place, "pair": pair, "arm": arm, "slug": arm.replace("@", "-")}
+        for pair in range(pairs)
+        for place, arm in enumerate((BASELINE, OTHER, ARM))
+    ]
+    return plan
+
+
+def measured(*blocks: tuple[int, str, int]) -> list[dict[str, Any]]:
+    """Blocks as (index, arm, pair)."""
+    return [{**block_of(arm, pair, 1.0), "index": index} for index, arm, pair in blocks]
+
+
+def test_a_block_that_broke_once_is_tried_again() -> None:
+    facts = {**facts_of(1), "blocks": measured((0, BASELINE, 0)), "void": [broken(1, OTHER)]}
+    step = step_of(facts, campaign())
+    assert step.block is not None and step.block["index"] == 1
+
+
+def test_an_arm_that_cannot_start_is_given_up_and_the_others_go_on() -> None:
+    plan, void = campaign(), [broken(1, OTHER), broken(1, OTHER)]
+    facts = {**facts_of(1), "blocks": measured((0, BASELINE, 0)), "void": void}
+    order = []
+    while (step := step_of(facts, plan)).block is not None:
+        order.append(step.block["index"])
+        block = step.block
+        facts["blocks"] = [*facts["blocks"], *measured((block["index"], block["arm"], block["pair"]))]
+    assert order == [2, 3, 5, 6, 8]
+
+
+def test_breaks_of_several_blocks_that_were_measured_then_do_not_give_an_arm_up() -> None:
+    blocks = measured((0, BASELINE, 0), (1, OTHER, 0), (2, ARM, 0), (3, BASELINE, 1))
+    facts = {**facts_of(1), "blocks": blocks, "void": [broken(1, OTHER), broken(1, OTHER), broken(4, OTHER)]}
+    step = step_of(facts, campaign())
+    assert step.block is not None and step.block["index"] == 4
+
+
+def test_breaks_leave_the_spare_blocks_to_those_that_are_void() -> None:
+    blocks = measured((0, BASELINE, 0), (2, ARM, 0))
+    spoil_samples(blocks[1])
+    step = step_of({**facts_of(1), "blocks": blocks, "void": [broken(1, OTHER), broken(1, OTHER)]}, campaign())
+    assert step.block is not None and step.block["index"] == 2
+
+
+def test_a_run_ends_when_its_only_arm_or_its_baseline_cannot_start() -> None:
+    facts = {**facts_of(1), "blocks": measured((0, BASELINE, 0))}
+    step = step_of({**facts, "void": [broken(1, ARM), broken(1, ARM, "port taken", 11)]}, plan_for(3))
+    assert step.block is None and step.why == f"{ARM} broke 2 times and is given up: port taken"
+    step = step_of({**facts, "blocks": [], "void": [broken(0, BASELINE), broken(0, BASELINE)]}, campaign())
+    assert step.block is None and step.why.startswith("baseline broke 2 times")
+
+
+def test_an_arm_that_was_given_up_is_invalid_with_the_reason_of_its_last_break() -> None:
+    blocks = measured((0, BASELINE, 0), (1, OTHER, 0), (2, ARM, 0))
+    void = [broken(4, OTHER, "port taken", 12), broken(4, OTHER, "no route", 11)]
+    verdict = judge(campaign(), Facts.model_validate({**facts_of(1), "blocks": blocks, "void": void}))
+    other, arm = (next(one for one in verdict.arms if one.arm == name) for name in (OTHER, ARM))
+    assert other.outcome == "INVALID"
+    assert other.reasons[0] == f"blocks: block 4 ({OTHER}) does not count: port taken"
+    assert not any("does not count" in reason for reason in arm.reasons)
+
+
+def test_a_run_of_which_nothing_counts_is_invalid_and_says_the_last_reason_first() -> None:
+    void = [broken(1, OTHER, "rank1: RDMA fell back", 12), broken(1, OTHER, "an older reason", 11)]
+    verdict = judge(campaign(), Facts.model_validate({**facts_of(1), "blocks": [], "void": void}))
+    assert all(arm.reasons[0].endswith("rank1: RDMA fell back") for arm in verdict.arms)
+    assert verdict.outcome == "INVALID" and verdict.reason.endswith("does not count: rank1: RDMA fell back")
 
 
 # --- the program that the playbook asks ---

@@ -88,6 +88,41 @@ def test_a_block_is_proven_at_its_start_and_over_its_own_workload(seen: dict[str
     assert "the workload is at least" in "\n".join(transport.transport_block(seen, ARM, long)["problems"])
 
 
+def variables_of(seen: dict[str, Any], began: float) -> dict[str, Any]:
+    """What the ranks' variables hold after a block of the arm A1 that began then."""
+    found = {}
+    for name, rank in seen.items():
+        worker = {"listen": rank["listen"], "memlock_bytes": rank["memlock"].get("worker")} if rank["listen"] else None
+        head = {"memlock_bytes": rank["memlock"]["head"]} if rank["is_head"] else None
+        processes = {kind: process for kind, process in (("worker", worker), ("head", head)) if process}
+        found[name] = {
+            "k3_run_processes": {"A1": processes},
+            "block_launch": {"link": {**rank["launch"], "time": 90.0}},
+            "block_ready": {"link": {**rank["ready"], "time": 200.0}},
+            "block_stop": {"memory": [[began, 1, 1, 0, 1, 0.0, 0.0]]},
+        }
+    return found
+
+
+def test_a_block_that_fell_back_keeps_its_proof(seen: dict[str, Any]) -> None:
+    assert transport.transport_broken(variables_of(seen, 100.0), "A1", ARM)["problems"] == []
+    worker = next(name for name, rank in seen.items() if not rank["is_head"])
+    seen[worker]["ready"]["lines"] = {"worker": ["Accepted client connection"]}
+    proof = transport.transport_broken(variables_of(seen, 100.0), "A1", ARM)
+    assert proof["problems"] and set(proof["resolved"]) == set(seen)
+    kept = TransportProof.model_validate(proof)
+    assert kept.require == "rdma" and kept.transport != "RDMA"
+
+
+def test_a_reading_of_the_block_before_proves_nothing_of_a_block_that_broke(seen: dict[str, Any]) -> None:
+    assert transport.transport_broken(variables_of(seen, 300.0), "A1", ARM) is None
+    for name in ("block_launch", "block_ready", "block_stop"):
+        variables = variables_of(seen, 100.0)
+        del variables["rank1"][name]
+        assert transport.transport_broken(variables, "A1", ARM) is None
+    assert transport.transport_broken({}, "A1", ARM) is None
+
+
 def test_what_a_rank_lacks_for_rdma_is_named_at_once(seen: dict[str, Any]) -> None:
     link = {**seen["rank1"]["launch"], "tools": {"rdma": "/usr/bin/rdma", "ibv_devinfo": None}}
     assert transport.link_problems(link) == ["ibv_devinfo is not installed: it comes with ibverbs-utils"]

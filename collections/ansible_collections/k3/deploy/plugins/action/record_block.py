@@ -10,7 +10,7 @@ from pathlib import Path
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
-from ansible_collections.k3.deploy.plugins.module_utils import masking
+from ansible_collections.k3.deploy.plugins.module_utils import log_excerpt, log_lines, masking
 from ansible_collections.k3.deploy.plugins.plugin_utils import health_rules
 from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard_words
 
@@ -64,6 +64,14 @@ def health_summary(seen, bands):
     return {**seen, "findings": health_rules.block_findings(seen["before"], seen["after"], bands or {})}
 
 
+def masked_log(text):
+    """A log without secrets. Lines of numbers alone hold none; but a private key is looked for in the whole, since it has many lines."""
+    if "PRIVATE KEY-----" in text:
+        return masking.mask_text(text)
+    pieces = log_lines.around_numbers(text)
+    return "".join(piece if place % 2 else masking.mask_text(piece) for place, piece in enumerate(pieces))
+
+
 def write_atomic(path, text):
     """A file is whole or not there: a resumed run trusts what it finds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,8 +82,19 @@ def write_atomic(path, text):
     temporary.replace(path)
 
 
+def place_of(run_dir, index, void):
+    """(path of a block's record, what its logs' names begin with). A block that broke again leaves the earlier records as they are."""
+    if not void:
+        return run_dir / "blocks" / f"{index:03d}.json", f"{index:03d}"
+    number = 1
+    while (run_dir / "void" / f"{index:03d}-{number}.json").exists():
+        number += 1
+    return run_dir / "void" / f"{index:03d}-{number}.json", f"{index:03d}-void{number}"
+
+
 class ActionModule(ActionBase):
-    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop, health}}, health_bands, void."""
+    """Arguments: run_dir, block, bench, load_seconds, started, ready_at, ended, ranks {name: {state, stop, health}}, health_bands, transport,
+    void (why the block broke)."""
 
     TRANSFERS_FILES = False
     _supports_check_mode = True
@@ -89,31 +108,31 @@ class ActionModule(ActionBase):
         index = int(block["index"])
         ranks = {}
         try:
+            path, mark = place_of(run_dir, index, arguments.get("void"))
             for name, seen in arguments["ranks"].items():
-                ranks[name] = self._rank(run_dir, index, name, seen, arguments)
+                ranks[name] = self._rank(run_dir, mark, name, seen, arguments)
             record = {
                 **{key: block[key] for key in ("index", "pair", "arm", "slug")},
                 **{key: iso_time(arguments.get(key)) for key in ("started", "ended")},
                 **{key: arguments.get(key) for key in ("load_seconds", "void")},
                 "bench": arguments.get("bench") or {},
-                "transport": arguments.get("transport"),
+                "transport": arguments.get("transport") or None,
+                "broken": bool(arguments.get("void")),
                 "ranks": ranks,
             }
-            folder = "blocks" if not arguments.get("void") else "void"
-            path = run_dir / folder / f"{index:03d}.json"
             # Logs and what processes say of themselves come from elsewhere: no secret of theirs stays in the run directory.
             write_atomic(path, json.dumps(masking.mask(record), indent=1, sort_keys=True, default=str))
         except OSError as error:
             raise AnsibleActionFail(f"cannot record block {index} in {run_dir}: {error}") from error
         return {**result, "changed": True, "path": os.fspath(path)}
 
-    def _rank(self, run_dir, index, name, seen, arguments):
+    def _rank(self, run_dir, mark, name, seen, arguments):
         stop = seen.get("stop") or {}
         logs = {}
         for kind, text in (stop.get("k3_logs") or {}).items():
             if text:
-                path = run_dir / "logs" / name / f"{index:03d}-{kind}.log"
-                write_atomic(path, masking.mask_text(text))
+                path = run_dir / "logs" / name / f"{mark}-{kind}.log"
+                write_atomic(path, masked_log(log_excerpt.unpack(text)))
                 logs[kind] = os.fspath(path.relative_to(run_dir))
         return {
             "state": seen.get("state"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ansible_collections.k3.deploy.plugins.module_utils import rdma_proof
+from ansible_collections.k3.deploy.plugins.module_utils import log_excerpt, rdma_proof
 from ansible_collections.k3.deploy.plugins.plugin_utils.guard_words import guard_words
 
 # Floors of memory; whatever else a guard stops for (an orphaned worker, memory that cannot be read) says nothing about the candidate.
@@ -54,12 +54,12 @@ def block_failures(ranks):
 def transfer_breaks(ranks):
     """What the logs of a broken block, as they were before it was stopped, say of transfers that broke: a sentence each, led by its rank.
 
-    ranks: {rank: its variables}, of which block_stop.k3_logs holds the ends of its logs.
+    ranks: {rank: its variables}, of which block_stop.k3_logs holds its logs.
     """
     said = []
     for rank, variables in ranks.items():
         for kind, text in sorted(((variables.get("block_stop") or {}).get("k3_logs") or {}).items()):
-            said += [f"{rank}, {kind}: {line}" for line in rdma_proof.breaks(text.splitlines())]
+            said += [f"{rank}, {kind}: {line}" for line in rdma_proof.breaks(log_excerpt.unpack(text).splitlines())]
     return said
 
 

@@ -104,6 +104,27 @@ def transport_block(seen, transport, bench):
     }
 
 
+def transport_broken(ranks, slug, transport):
+    """The proof at the start of a block that broke, as its record keeps it; None where the block did not come so far.
+
+    ranks: {rank: its variables}. The registered results may be those of the block before: a reading counts when it is younger than the first
+    memory seen of this start, and a block that was not proven went no further, so that problems here are why it broke.
+    """
+    if not transport or not ranks or not all(_read_since_start(variables) for variables in ranks.values()):
+        return None
+    seen = {name: transport_seen(variables, slug) for name, variables in ranks.items()}
+    proof = transport_start(seen, transport)
+    resolved = {name: rank["launch"]["resolved"] for name, rank in sorted(seen.items())}
+    return {**proof, "rdma": transport["rdma"], "resolved": resolved}
+
+
+def _read_since_start(variables):
+    """Whether a rank's connections were read after this start of the arm."""
+    began = ((variables.get("block_stop") or {}).get("memory") or [[None]])[0][0]
+    links = [(variables.get(name) or {}).get("link") for name in ("block_launch", "block_ready")]
+    return began is not None and all(links) and links[1].get("time", 0) >= began
+
+
 def pinned_environment(link, transport):
     """The variables that a pinned arm's processes must run with on this rank."""
     if transport["rdma"] != "pinned":
@@ -121,5 +142,6 @@ class FilterModule:
             "transport_launch_problems": transport_launch_problems,
             "transport_start": transport_start,
             "transport_block": transport_block,
+            "transport_broken": transport_broken,
             "pinned_environment": pinned_environment,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ansible_collections.k3.deploy.plugins.module_utils import rdma_causes
+from ansible_collections.k3.deploy.plugins.module_utils import log_lines, rdma_causes
 
 # A connection that has gone over to RDMA sent its greeting over TCP and nothing since.
 TCP_QUIET_BYTES = 16 * 1024
@@ -15,10 +15,7 @@ _PROBED = re.compile(r"RDMA probed: dev=(\S+) gid=(\d{1,4})\s?(\S*) qpn=(\d{1,10
 _ACTIVATED = re.compile(r"RDMA activated: qpn=(\d{1,10})->(\d{1,10}) mtu=(\d{1,5}) rx_depth=(\d{1,6})")
 _FAILED = re.compile(r"RDMA activate failed")
 _ACCEPTED, _CLOSED = "Accepted client connection", "Client connection closed"
-_BREAKS = re.compile(
-    r"RDMA CQ wc error.*|(?:send|recv) failed \(.*|Remote RPC server crashed.*|RPC server version mismatch.*|RPC handshake failed.*"
-    r"|Unknown command.*|.*size mismatch.*|.*[Tt]imed? ?out.*"
-)
+_BREAKS = re.compile(log_lines.KINDS["broken"].pattern)
 # Counters whose movement during a block says that something broke. Retransmissions and flushed entries are no faults by themselves.
 _ERROR_COUNTERS = (
     "symbol_error",

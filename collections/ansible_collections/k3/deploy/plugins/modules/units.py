@@ -9,7 +9,7 @@ short_description: Start units and wait until they serve, or stop them
 description:
   - With O(state=started), starts the unit if it does not run and waits until it listens or answers. Returns after O(slice) seconds at the
     latest with RV(ready=false), so that the caller's C(until) loop can show progress; the unit's own deadline is O(deadline).
-  - With O(state=stopped), stops everything that matches O(patterns), kills what ignores SIGTERM, and returns the ends of the logs.
+  - With O(state=stopped), stops everything that matches O(patterns), kills what ignores SIGTERM, and returns the logs, of long ones what is counted.
 options:
   state:
     description: What is wanted.
@@ -52,7 +52,7 @@ options:
     type: int
     default: 20
   logs:
-    description: Log files whose ends are returned when stopping, by name.
+    description: Log files that are returned when stopping, by name; of a long one its start, its end and the lines that are counted.
     type: dict
     default: {}
   memory:
@@ -98,7 +98,7 @@ killed:
   type: list
   returned: when state is stopped
 k3_logs:
-  description: Ends of the log files that were asked for.
+  description: The log files that were asked for, as C(log_excerpt.pack) carries them.
   type: dict
   returned: when state is stopped
 time:
@@ -121,7 +121,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.k3.deploy.plugins.module_utils import host
+from ansible_collections.k3.deploy.plugins.module_utils import host, log_excerpt
 from ansible_collections.k3.deploy.plugins.module_utils import production as window_of
 
 
@@ -190,7 +190,7 @@ class Starter:
         self.module.fail_json(
             msg=f"{self.name} did not come up: {why}",
             log_tail=host.tail(self.params["log"], 4096) if self.params["log"] else "",
-            k3_logs={"head" if "head" in self.name else "worker": host.tail(self.params["log"] or "", 262144)},
+            k3_logs={"head" if "head" in self.name else "worker": log_excerpt.pack(log_excerpt.excerpt(self.params["log"] or ""))},
         )
 
     def run(self):
@@ -231,7 +231,7 @@ def stop(module):
     """Stop what runs; then SIGKILL what did not listen to SIGTERM."""
     series = memory_series(module.params["memory"])
     records = {
-        "k3_logs": {name: host.tail(path) for name, path in module.params["logs"].items()},
+        "k3_logs": {name: log_excerpt.pack(log_excerpt.excerpt(path)) for name, path in module.params["logs"].items()},
         "memory": series,
         "guard": tripped(module.params["guard"], series),
         "time": time.time(),
