@@ -125,7 +125,7 @@ def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
     if calibration is None:
         return Power(pairs, None, problem=_UNKNOWN)
     margin = math.log1p(plan["rule"]["delta"])
-    spreads = [calibration.of(cell, state, metric) for cell, state, metric in primary_cells(plan["gates"])]
+    spreads = [calibration.of(cell, state, metric) for cell, state, metric in primary_cells(plan)]
     known = [found for found in spreads if found is not None]
     if len(known) < len(spreads):
         return Power(pairs, calibration, problem=f"{calibration.run_id} did not calibrate a cell that this run judges")
@@ -155,17 +155,28 @@ def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
 
 def _hardest(plan: Mapping[str, Any], calibration: Calibration) -> tuple[str, int | None] | None:
     """Of the cells that must not be slower, the one with the widest spread, and the pairs that it takes."""
-    primary = primary_cells(plan["gates"])
     cells = [(cell["cell"], cell["state"], "speed") for cell in plan["bench"]["cells"] if cell["state"] != "cached"]
-    known = [found for cell in cells if cell not in primary and (found := calibration.of(*cell))]
+    # What one candidate of a campaign must speed up, another must not slow down.
+    judged = [cell for cell in cells if any(cell not in _faster(gates) for gates in _gates(plan))]
+    known = [found for cell in judged if (found := calibration.of(*cell))]
     if not known:
         return None
     widest = max(known, key=lambda found: found.spread)
     return f"{widest.cell} {widest.state}", stats.pairs_to_clear(math.log(NOT_INFERIOR), widest.spread)
 
 
-def primary_cells(gates: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(cell, state, metric) of the cells that must be faster."""
+def primary_cells(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(cell, state, metric) of the cells that must be faster, for any arm of the plan; each once."""
+    return list(dict.fromkeys(cell for gates in _gates(plan) for cell in _faster(gates)))
+
+
+def _gates(plan: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sets of gates that arms are judged by: the plan's, or in a campaign those of its arms."""
+    own = [arm["gates"] for arm in plan["arms"] if arm.get("gates") is not None]
+    return own or [plan["gates"]]
+
+
+def _faster(gates: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         (gate["cells"][0], gate["state"], gate["metric"])
         for gate in gates.values()

@@ -15,6 +15,7 @@ from k3deploy.commands.options import (
     inventory_option,
     json_option,
     matrix_option,
+    max_hours_option,
     print_json,
     runs_option,
 )
@@ -45,7 +46,7 @@ of the three changes. Exit codes: 0 measured, 12 the measurement does not count;
 )
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
-@click.option("--max-hours", type=click.FloatRange(min=0.01), help="Begin no pair of blocks that would end later.")
+@max_hours_option
 @click.option("--resume", type=RunType(), help="Go on with this calibration (a run's id, or latest).")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
 @click.option("--reason", default="", help="Why; kept with the run and shown to whoever meets the window.")

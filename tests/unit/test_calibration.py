@@ -38,6 +38,14 @@ def plan_for(pairs: int, delta: float = 0.02) -> dict[str, Any]:
     return plan_of(blocks=blocks, rule={"delta": delta, "looks": stats.looks(pairs)})
 
 
+def campaign_for(pairs: int) -> dict[str, Any]:
+    """The plan of a campaign: gates of its arms, none of its own."""
+    plan = plan_for(pairs)
+    own = {**plan["arms"][1], "gates": plan["gates"]}
+    other = {**own, "name": "other", "gates": {"decode": {**plan["gates"]["cold_prefill"], "cells": ["tg100"]}}}
+    return {**plan, "gates": {}, "arms": [plan["arms"][0], own, other]}
+
+
 def test_spread_and_order_effect_are_told_apart() -> None:
     found = measured(second=1.05)
     assert found is not None and found.pairs == 6
@@ -107,3 +115,17 @@ def test_the_cell_that_takes_most_pairs_to_be_shown_not_slower_is_named() -> Non
     power = calibration.power(plan_for(8), found.model_copy(update={"cells": cells}))
     assert power.hardest is not None and power.hardest[0] == "tg100 cold"
     assert power.hardest[1] == stats.pairs_to_clear(math.log(0.99), 0.01) == 13
+
+
+def test_a_campaign_is_held_to_the_gates_of_its_arms() -> None:
+    assert calibration.primary_cells(campaign_for(8)) == [("pp2048", "cold", "speed"), ("tg100", "cold", "speed")]
+    power = calibration.power(campaign_for(6), measured(spread=0.02))
+    assert "more than half of the 2 %" in power.problem and power.detects is not None
+
+
+def test_what_one_candidate_of_a_campaign_speeds_up_another_must_not_slow_down() -> None:
+    found = measured(spread=0.003)
+    assert found is not None
+    cells = [c.model_copy(update={"spread": 0.01 if c.cell == "tg100" else 0.002}) for c in found.cells]
+    power = calibration.power(campaign_for(8), found.model_copy(update={"cells": cells}))
+    assert power.hardest is not None and power.hardest[0] == "tg100 cold"
