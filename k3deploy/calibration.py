@@ -67,6 +67,7 @@ class Calibration(_Data):
 class Power:
     """What a plan's pairs can show of its primary cells. ``problem`` says why they cannot show enough.
 
+    remedy: what mends the calibration itself, where more pairs of the plan would not help.
     hardest: the cell that takes most pairs to be shown not slower where it is not, and how many (``None``: too many).
     """
 
@@ -78,6 +79,7 @@ class Power:
     needed: int | None = None
     problem: str = ""
     hardest: tuple[str, int | None] | None = None
+    remedy: str = ""
 
 
 def calibration_of(plan: Mapping[str, Any], facts: Facts, arm: ArmVerdict) -> Calibration | None:
@@ -132,25 +134,76 @@ def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
     if not known:
         return Power(pairs, calibration)
     spread = max(found.spread for found in known)
-    biased = [found for found in known if found.low > math.exp(margin) or found.high < math.exp(-margin)]
     needed = stats.pairs_for(margin / 2, spread)
     if pairs < 2:
         return Power(pairs, calibration, spread, needed=needed, problem=f"fewer than {least} pairs cannot be accepted")
     half = stats.half_width(pairs, spread)
-    problem = ""
-    if biased:
-        problem = (
-            f"the baseline differs from itself by {(biased[0].ratio - 1) * 100:+.1f} %: the measuring path is biased"
-        )
-    elif pairs < least:
+    hardest = _hardest(plan, calibration)
+    detects = math.expm1(stats.detects(pairs, spread, margin))
+    # One problem, the one that has to go first: what is wrong with the path stays wrong with any number of pairs, and
+    # whether it is equal to itself is asked of a plan that could use the answer.
+    problem, remedy = _unsound(known, margin)
+    if not problem and pairs < least:
         problem = f"fewer than {least} pairs cannot be accepted"
-    elif half > margin / 2:
+    elif not problem and half > margin / 2:
         problem = (
             f"{pairs} pairs know a gain to ±{math.expm1(half) * 100:.1f} % only (spread {spread * 100:.1f} %), "
             f"more than half of the {math.expm1(margin) * 100:.3g} % that are worth a change"
         )
-    detects = math.expm1(stats.detects(pairs, spread, margin))
-    return Power(pairs, calibration, spread, half, detects, needed, problem, _hardest(plan, calibration))
+    elif not problem:
+        problem, remedy = _not_equal(known, margin)
+    return Power(pairs, calibration, spread, half, detects, needed, problem, hardest, remedy)
+
+
+def _unsound(known: Sequence[CellSpread], margin: float) -> tuple[str, str]:
+    """(problem, remedy) of a path that surely prefers one arm, or surely the first or second of a pair; or two empty.
+
+    Sure: the interval leaves no effect out. A calibration of steady starts finds effects that are too small to matter,
+    so that a preference counts from a quarter of what is worth a change on: what it adds to an arm is half of what
+    the verdict may be unsure of. The order is balanced over the pairs and cancels in the mean, so that it may be twice
+    as large; beyond that each pair says more of its place than of its arm, and one that is void tips the balance.
+    """
+    for found in known:
+        if _surely_beyond(found.ratio, found.low, found.high, margin / 4):
+            return (
+                f"the baseline differs from itself by {_percent(found.ratio)} on {found.cell} {found.state}: "
+                "the measuring path is biased",
+                "find what the calibration's second arm has otherwise than its first, then k3deploy calibrate",
+            )
+    for found in known:
+        if _surely_beyond(found.order, found.order_low, found.order_high, margin / 2):
+            return (
+                f"being second in a pair makes {found.cell} {found.state} {_percent(found.order)}: "
+                "one block changes what the next one finds",
+                "find what a block leaves behind (heat, page cache, memory that is kept), then k3deploy calibrate",
+            )
+    return "", ""
+
+
+def _not_equal(known: Sequence[CellSpread], margin: float) -> tuple[str, str]:
+    """(problem, remedy) where the calibration has not shown that the baseline is equal to itself, or two empty.
+
+    Equal: the whole interval within the smallest gain that is worth a change. Half of it would ask a calibration for
+    more pairs than the comparisons that it is for.
+    """
+    for found in known:
+        if math.log(found.low) < -margin or math.log(found.high) > margin:
+            needed = stats.pairs_for(margin - abs(math.log(found.ratio)), found.spread)
+            pairs = f" --pairs {max(needed, found.pairs + 1)}" if needed else " with more pairs"
+            return (
+                f"the calibration has not shown that the baseline is equal to itself on {found.cell} {found.state}: "
+                f"{_percent(found.low)} to {_percent(found.high)}, and ±{math.expm1(margin) * 100:.3g} % are asked for",
+                f"k3deploy calibrate{pairs}",
+            )
+    return "", ""
+
+
+def _surely_beyond(ratio: float, low: float, high: float, margin: float) -> bool:
+    return (low > 1 or high < 1) and abs(math.log(ratio)) > margin
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"
 
 
 def _hardest(plan: Mapping[str, Any], calibration: Calibration) -> tuple[str, int | None] | None:

@@ -68,8 +68,8 @@ def weigh(planned: Planned, power: Power, cost: Cost | None, *, anyway: bool) ->
 def _remedy(planned: Planned, power: Power, cost: Cost | None) -> str:
     from k3deploy.progress import duration
 
-    ways = []
-    if power.needed is not None and power.needed > power.pairs:
+    ways = [power.remedy] if power.remedy else []
+    if not ways and power.needed is not None and power.needed > power.pairs:
         arms = len(planned.mapping["arms"])
         time = f" (about {duration(cost.block_s * arms * power.needed)})" if cost else ""
         ways.append(f"--pairs {power.needed}{time}")

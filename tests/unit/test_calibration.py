@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_judge import ARM, BASELINE, block_of, facts_of, plan_of
 
@@ -15,6 +17,7 @@ from k3deploy.facts import Facts
 from k3deploy.judge import judge
 
 
+@functools.cache
 def measured(pairs: int = 6, spread: float = 0.003, second: float = 1.0) -> calibration.Calibration | None:
     """A calibration with blocks whose order alternates; ``second``: what being second in a pair does."""
     luck = random.Random(2)
@@ -100,12 +103,67 @@ def test_a_few_pairs_cannot_be_accepted_however_steady_the_starts(pairs: int) ->
     assert "fewer than 5 pairs" in calibration.power(plan_for(pairs), measured()).problem
 
 
-def test_a_path_that_prefers_one_arm_is_a_problem() -> None:
+def power_of(pairs: int = 8, delta: float = 0.02, **cell: float) -> calibration.Power:
+    """What ``pairs`` pairs promise where every cell of the calibration is as ``cell`` says."""
     found = measured()
     assert found is not None
-    biased = [cell.model_copy(update={"ratio": 1.05, "low": 1.04, "high": 1.06}) for cell in found.cells]
-    power = calibration.power(plan_for(8), found.model_copy(update={"cells": biased}))
-    assert "differs from itself by +5.0 %" in power.problem
+    cells = [known.model_copy(update=cell) for known in found.cells]
+    return calibration.power(plan_for(pairs, delta), found.model_copy(update={"cells": cells}))
+
+
+def test_a_path_that_prefers_one_arm_is_a_problem() -> None:
+    power = power_of(ratio=1.05, low=1.04, high=1.06)
+    assert "differs from itself by +5.0 % on pp2048 cold" in power.problem and "k3deploy calibrate" in power.remedy
+
+
+def test_a_sure_preference_is_a_problem_long_before_it_is_a_gain() -> None:
+    assert "differs from itself by -0.7 %" in power_of(ratio=0.993, low=0.990, high=0.996).problem
+
+
+def test_a_preference_that_is_sure_and_too_small_to_matter_is_none() -> None:
+    assert power_of(ratio=1.002, low=1.001, high=1.003).problem == ""
+
+
+def test_a_preference_that_may_be_luck_is_none() -> None:
+    assert power_of(ratio=1.007, low=0.998, high=1.016).problem == ""
+
+
+def test_a_sure_effect_of_the_order_is_a_problem() -> None:
+    power = power_of(order=0.98, order_low=0.97, order_high=0.99)
+    assert "being second in a pair makes pp2048 cold -2.0 %" in power.problem
+    assert "what a block leaves behind" in power.remedy
+    assert power_of(order=0.995, order_low=0.993, order_high=0.997).problem == "", "it cancels over the pairs"
+
+
+def test_a_calibration_that_did_not_show_equality_is_a_problem_with_the_pairs_that_could() -> None:
+    power = power_of(ratio=1.006, low=0.985, high=1.028, spread=0.02, pairs=20)
+    assert "not shown that the baseline is equal to itself on pp2048 cold: -1.5 % to +2.8 %" in power.problem
+    assert power.remedy == "k3deploy calibrate --pairs 11"
+    assert power_of(ratio=1.006, low=0.985, high=1.028, spread=0.02, pairs=20, delta=0.04).problem == ""
+
+
+def test_pairs_that_are_too_few_are_named_before_a_calibration_that_is_too_wide() -> None:
+    assert "more than half" in power_of(ratio=1.0, low=0.97, high=1.03, spread=0.03).problem
+
+
+@pytest.mark.parametrize(("spread", "at_most"), [(0.004, 0.01), (0.008, 0.08)])
+def test_equal_starts_are_rarely_called_unequal(spread: float, at_most: float) -> None:
+    """Calibrations of six pairs of equal starts; eight pairs may spread by 1.2 % and still be worth beginning."""
+    luck, runs = np.random.default_rng(3), 300
+    differences = luck.normal(0, spread, (runs, 6))
+    signed = differences * np.array([1, -1, 1, -1, 1, -1])
+    found = {name: _intervals(values) for name, values in (("ratio", differences), ("order", signed))}
+    refused = 0
+    for run in range(runs):
+        (ratio, low, high), (order, order_low, order_high) = (found[name][run] for name in ("ratio", "order"))
+        cell = {"ratio": ratio, "low": low, "high": high, "order": order, "order_low": order_low}
+        refused += power_of(**cell, order_high=order_high, spread=spread).problem != ""
+    assert refused / runs <= at_most
+
+
+def _intervals(differences: Any) -> list[tuple[float, float, float]]:
+    low, high = stats.interval(differences)
+    return [tuple(map(float, row)) for row in np.exp(np.stack([differences.mean(axis=1), low, high], axis=1))]
 
 
 def test_the_cell_that_takes_most_pairs_to_be_shown_not_slower_is_named() -> None:
