@@ -1,4 +1,4 @@
-"""The baseline against itself: how much two starts of one arm differ, kept by cluster, model and build.
+"""The baseline against itself: how much two starts of one arm differ, kept by cluster, model, build and settings.
 
 A calibration is what a plan's promise rests on: how small a gain its pairs can show, and whether the measuring path
 itself prefers the arm that runs first or second.
@@ -21,9 +21,10 @@ from k3deploy import stats
 from k3deploy.facts import Facts, State
 from k3deploy.judge import NOT_INFERIOR, ArmVerdict, Comparison
 from k3deploy.judge.rule import STOP_PAIRS
-from k3deploy.paths import write_json
+from k3deploy.paths import harness_sha256, write_json
 
 FOLDER = "calibration"
+_IDENTITY = ("cluster", "model", "build_key", "settings")
 
 
 class _Data(BaseModel):
@@ -48,11 +49,15 @@ class CellSpread(_Data):
 
 
 class Calibration(_Data):
-    """What is known of one identity (cluster, model, build)."""
+    """What is known of one identity: a cluster, a model, a build, and the settings that they ran with.
+
+    settings: stands for the baseline's processes on all ranks and for the harness; empty where that was not recorded.
+    """
 
     cluster: str
     model: str
     build_key: str
+    settings: str = ""
     run_id: str
     measured: str
     pairs: int
@@ -88,44 +93,75 @@ def calibration_of(plan: Mapping[str, Any], facts: Facts, arm: ArmVerdict) -> Ca
     if not cells:
         return None
     return Calibration(
-        **identity(plan), run_id=facts.run_id, measured=facts.blocks[-1].started, pairs=arm.pairs, cells=cells
+        **identity(plan, _harness(facts)),
+        run_id=facts.run_id,
+        measured=facts.blocks[-1].started,
+        pairs=arm.pairs,
+        cells=cells,
     )
 
 
-def identity(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Cluster, model and build of a plan: what a calibration holds for."""
+def identity(plan: Mapping[str, Any], harness: str) -> dict[str, str]:
+    """Cluster, model, build and settings of a plan: what a calibration holds for. harness: its hash.
+
+    The settings are those of the cluster's own baseline: a row that compares with another one is weighed by it too.
+    """
     model = plan["model"]
     return {
         "cluster": str(plan["cluster"]),
         "model": str(model.get("sha256") or model["path"]),
         "build_key": str(plan["arms"][0]["build_key"]),
+        "settings": hashlib.sha256(f"{plan.get('calibrated_as', '')} {harness}".encode()).hexdigest()[:12],
     }
+
+
+def _harness(facts: Facts) -> str:
+    """The harness that measured, as it said itself."""
+    return next((str(block.bench.harness_sha256) for block in facts.blocks if block.bench), "")
 
 
 def write(runs: Path, calibration: Calibration) -> Path:
     """Keep it below the directory of runs; it replaces an older one of the same identity."""
-    path = _path(runs, calibration.model_dump(include={"cluster", "model", "build_key"}))
+    path = _path(runs, calibration.model_dump(include=set(_IDENTITY)))
     write_json(path, calibration.model_dump(mode="json"))
     return path
 
 
-def find(runs: Path, plan: Mapping[str, Any]) -> Calibration | None:
-    """The calibration for ``plan``'s cluster, model and build; one that cannot be read is none."""
-    wanted = identity(plan)
+def find(runs: Path, plan: Mapping[str, Any], harness: str | None = None) -> Calibration | None:
+    """The calibration for ``plan``'s cluster, model, build and settings; one that cannot be read is none.
+
+    harness: the hash of what will measure; that of this checkout if not given.
+    """
+    wanted = identity(plan, harness_sha256() if harness is None else harness)
+    found = _read(_path(runs, wanted))
+    return found if found is not None and found.model_dump(include=set(_IDENTITY)) == wanted else None
+
+
+def of_other_settings(runs: Path, plan: Mapping[str, Any]) -> Calibration | None:
+    """The latest calibration of ``plan``'s cluster, model and build, whatever it was measured with."""
+    wanted = {key: value for key, value in identity(plan, "").items() if key != "settings"}
+    known = [found for path in (runs / FOLDER).glob("*.json") if (found := _read(path)) is not None]
+    same = [found for found in known if found.model_dump(include=set(wanted)) == wanted]
+    return max(same, key=lambda found: found.measured, default=None)
+
+
+def _read(path: Path) -> Calibration | None:
     try:
-        found = Calibration.model_validate(json.loads(_path(runs, wanted).read_text(encoding="utf-8")))
+        return Calibration.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError):
         return None
-    return found if found.model_dump(include=set(wanted)) == wanted else None
 
 
-def power(plan: Mapping[str, Any], calibration: Calibration | None) -> Power:
-    """What the plan's pairs can show where a gain is asked for (the first cell of each such gate)."""
+def power(plan: Mapping[str, Any], calibration: Calibration | None, other: Calibration | None = None) -> Power:
+    """What the plan's pairs can show where a gain is asked for (the first cell of each such gate).
+
+    other: where there is no calibration, the one that was for other settings.
+    """
     blocks = plan["blocks"]
     pairs = 1 + max(block["pair"] for block in blocks)
     least = stats.least_pairs(len(plan["arms"]) - 1)
     if calibration is None:
-        return Power(pairs, None, problem=_UNKNOWN)
+        return Power(pairs, None, problem=_UNKNOWN if other is None else _FOR_OTHERS.format(other.run_id))
     margin = math.log1p(plan["rule"]["delta"])
     spreads = [calibration.of(cell, state, metric) for cell, state, metric in primary_cells(plan)]
     known = [found for found in spreads if found is not None]
@@ -237,6 +273,7 @@ def _faster(gates: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
+_FOR_OTHERS = "no calibration for these settings (the last one, {}, was for others: measure again)"
 _UNKNOWN = "how much two starts of one arm differ is not known for this cluster, model and build"
 
 

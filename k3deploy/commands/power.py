@@ -19,8 +19,9 @@ def known(planned: Planned, runs: Path) -> tuple[Power, Cost | None]:
     from k3deploy.commands.cost import block_cost
     from k3deploy.store import Store
 
-    mapping = planned.mapping
-    found = calibration.power(mapping, calibration.find(Store(runs).root, mapping))
+    mapping, root = planned.mapping, Store(runs).root
+    kept = calibration.find(root, mapping)
+    found = calibration.power(mapping, kept, None if kept else calibration.of_other_settings(root, mapping))
     return found, block_cost(Store(runs), planned.cluster.name, mapping["model"]["path"])
 
 

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from test_judge import ARM, BASELINE, block_of, facts_of, plan_of
+from test_plan import MATRIX, cluster, facts, plan
 
 from k3deploy import calibration, stats
+from k3deploy.cli import run as command
+from k3deploy.commands import apply
+from k3deploy.errors import ExitCode
 from k3deploy.facts import Facts
 from k3deploy.judge import judge
+from k3deploy.plan import make_plan
+from k3deploy.store import Store
 
 
 @functools.cache
@@ -62,22 +68,68 @@ def test_two_pairs_are_no_calibration() -> None:
     assert measured(pairs=2) is None
 
 
-def test_it_is_kept_by_cluster_model_and_build(tmp_path: Path) -> None:
+HARNESS = Facts.model_validate(facts_of(1)).blocks[0].bench.harness_sha256  # type: ignore[union-attr]
+
+
+def test_it_is_kept_by_cluster_model_build_and_settings(tmp_path: Path) -> None:
     found, plan = measured(), plan_for(8)
-    assert found is not None and calibration.find(tmp_path, plan) is None
+    assert found is not None and calibration.find(tmp_path, plan, HARNESS) is None
     calibration.write(tmp_path, found)
-    assert calibration.find(tmp_path, plan) == found
+    assert calibration.find(tmp_path, plan, HARNESS) == found
     other = plan_for(8)
     other["arms"][0] = {**other["arms"][0], "build_key": "0" * 16}
-    assert calibration.find(tmp_path, other) is None
-    assert calibration.find(tmp_path, {**plan, "cluster": "elsewhere"}) is None
+    assert calibration.find(tmp_path, other, HARNESS) is None
+    assert calibration.find(tmp_path, {**plan, "cluster": "elsewhere"}, HARNESS) is None
+    assert calibration.find(tmp_path, {**plan, "calibrated_as": "changed"}, HARNESS) is None
+    assert calibration.find(tmp_path, plan, "another harness") is None
+
+
+def test_a_calibration_of_other_settings_is_not_used_and_named(tmp_path: Path) -> None:
+    found, changed = measured(), {**plan_for(8), "calibrated_as": "changed"}
+    assert found is not None and calibration.of_other_settings(tmp_path, changed) is None
+    calibration.write(tmp_path, found)
+    other = calibration.of_other_settings(tmp_path, changed)
+    power = calibration.power(changed, None, other)
+    assert power.problem == (
+        f"no calibration for these settings (the last one, {found.run_id}, was for others: measure again)"
+    )
+    assert calibration.of_other_settings(tmp_path, {**changed, "cluster": "elsewhere"}) is None
+
+
+def test_the_clusters_own_settings_change_what_a_calibration_is_for_and_a_rows_do_not() -> None:
+    key = plan("U9").calibrated_as
+    assert key and make_plan(MATRIX, cluster(), "calibrate", model_facts=facts(True)).calibrated_as == key
+    assert plan("U7").calibrated_as == key, "it changes every arm, the baseline too"
+    gpus = cluster(cpu=False)
+    assert plan("U4", gpus).calibrated_as == plan("U9", gpus).calibrated_as, "it has a baseline of its own"
+    changed = cluster(settings={**cluster().settings, "threads_batch": 3})
+    assert plan("U9", changed).calibrated_as != key
 
 
 def test_a_calibration_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     found = measured()
     assert found is not None
     calibration.write(tmp_path, found).write_text("{")
-    assert calibration.find(tmp_path, plan_for(8)) is None
+    assert calibration.find(tmp_path, plan_for(8), HARNESS) is None
+    assert calibration.of_other_settings(tmp_path, plan_for(8)) is None
+
+
+def test_a_run_without_enough_pairs_does_not_pass_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, mapping = measured(), plan_for(3)
+    assert found is not None and HARNESS is not None
+    monkeypatch.setattr(calibration, "harness_sha256", lambda: HARNESS)
+    calibration.write(tmp_path, found)
+    run = Store(tmp_path).create(
+        "calibrate", mapping, {}, cluster="c", inventory=tmp_path, tool={}, options={}, reason=""
+    )
+    monkeypatch.setattr(apply, "launch", lambda *_given, **_options: 0)
+    assert command(["calibrate", "--runs", str(tmp_path), "--yes"]) == ExitCode.INCONCLUSIVE
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"INCONCLUSIVE: {run.id} has too few pairs" in said and f"what {found.run_id} found" in said
+    calibration.write(tmp_path, found.model_copy(update={"run_id": run.id}))
+    assert command(["calibrate", "--runs", str(tmp_path), "--yes"]) == ExitCode.OK
 
 
 def test_steady_starts_promise_a_small_gain() -> None:
