@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from ansible_collections.k3.deploy.plugins.module_utils import rdma_causes, rdma_proof
 
+# Device discovery opens connections and closes them again before the ones that stay: a worker that was waiting for the next command says this.
+_FAREWELL = re.compile(r"recv failed \(bytes_recv=0\b")
 _PACKAGES = {"rdma": "iproute2", "ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest"}
 
 
 def transport_seen(variables, slug):
-    """What one rank's variables hold of its transport: {is_head, listen, memlock, launch, ready, end (links, or None)}."""
+    """What one rank's variables hold of its transport: {is_head, listen, pin, memlock, launch, ready, end (links, or None)}."""
     processes = variables["k3_run_processes"][slug]
     found = {name: (variables.get(f"block_{name}") or {}).get("link") for name in ("launch", "ready", "end")}
     worker, head = processes.get("worker"), processes.get("head")
     limits = {kind: process.get("memlock_bytes") or 0 for kind, process in (("worker", worker), ("head", head)) if process}
-    return {"is_head": bool(head), "listen": worker["listen"] if worker else None, "memlock": limits, **found}
+    pin = {"device": variables.get("k3_rdma_device"), "gid": variables.get("k3_rdma_gid")}
+    return {"is_head": bool(head), "listen": worker["listen"] if worker else None, "pin": pin, "memlock": limits, **found}
 
 
 def transport_launch_problems(seen, transport):
@@ -96,9 +101,10 @@ def transport_block(seen, transport, bench):
     end = rdma_proof.prove({**transport, "workload_bytes": workload}, _between(seen, "ready", "end"))
     return {
         **end,
+        "events": [*(f"while loading: {text}" for text in start["events"] if not _FAREWELL.search(text)), *end["events"]],
         "rdma": transport["rdma"],
         "workload_bytes": workload,
-        "start": {key: start[key] for key in ("transport", "connections", "problems")},
+        "start": {key: start[key] for key in ("transport", "connections", "events", "problems")},
         "reconnected": rdma_proof.persistence(start, end),
         "resolved": {name: rank["launch"]["resolved"] for name, rank in sorted(seen.items())},
     }

@@ -74,11 +74,11 @@ def connections(endpoints):
 
 
 def parse_qps(text):
-    """Connected queue pairs from `rdma -j resource show qp`: [{device, qpn, remote, state, pid}]."""
+    """Connected queue pairs from `rdma -j resource show qp`: [{device, qpn, remote, state, pid}]; None for what is no list."""
     try:
         listed = json.loads(text)
     except ValueError:
-        return []
+        return None
     return [
         {"device": item.get("ifname"), "qpn": item.get("lqpn"), "remote": item.get("rqpn"), "state": item.get("state"), "pid": item.get("pid")}
         for item in listed
