@@ -66,16 +66,25 @@ def link_problems(link):
 
 
 def _memlock_problems(seen, transport):
-    """Units whose limit of locked memory is below what their connections pin; a limit of 0 is none."""
+    """Units whose limit of locked memory is below what their connections pin; a limit of 0 is none.
+
+    The plan's own limit is what the arm's unit file says; a drop-in of the operator's beside it can lower what systemd sets.
+    """
     connections = sum(bool(rank["listen"]) for rank in seen.values())
     problems = []
     for name, rank in sorted(seen.items()):
+        units = rank["launch"].get("units") or {}
         for kind, limit in sorted(rank["memlock"].items()):
             count = connections if kind == "head" else 1
             needed = rdma_causes.memlock_needed(transport, count)
+            lead = f"{name}: the {kind} pins {needed / rdma_causes.MIB:g} MiB for {count} connections, its unit may lock"
+            actual = (units.get(kind) or {}).get("memlock_bytes")
             if limit and limit < needed:
-                text = f"{needed / rdma_causes.MIB:g} MiB for {count} connections, its unit may lock {limit / rdma_causes.MIB:g} MiB"
-                problems.append(f"{name}: the {kind} pins {text}: raise memlock_mib")
+                problems.append(f"{lead} {limit / rdma_causes.MIB:g} MiB: raise memlock_mib")
+            elif actual is not None and actual < needed:
+                others = [path for path in units[kind]["drop_ins"] if not path.endswith("/arm.conf")]
+                where = f"take LimitMEMLOCK= out of {' or '.join(others)}" if others else "see systemctl cat of the unit"
+                problems.append(f"{lead} {actual / rdma_causes.MIB:g} MiB as systemd has it: {where}, then systemctl daemon-reload")
     return problems
 
 

@@ -135,6 +135,26 @@ def process(pid):
     return {"pid": pid, "memlock_bytes": memlock_limit(limits), "environment": environment, "knows_rdma": knows, "ring": ring}
 
 
+def parse_limits(text):
+    """What `systemctl show` says of a unit's locked memory: {memlock_bytes (None: unlimited), drop_ins}; None where there is no such unit."""
+    values = dict(line.partition("=")[::2] for line in text.splitlines())
+    limit = values.get("LimitMEMLOCKSoft") or values.get("LimitMEMLOCK") or ""
+    if values.get("LoadState") != "loaded" or not (limit.isdecimal() or limit == "infinity"):
+        return None
+    return {"memlock_bytes": int(limit) if limit.isdecimal() else None, "drop_ins": values.get("DropInPaths", "").split()}
+
+
+def unit_limits(units):
+    """The locked memory that systemd will give to units, with every drop-in applied: {kind: parse_limits}. units: {kind: name}."""
+    found = {}
+    for kind, name in units.items():
+        rc, out, _err = host.run(["systemctl", "show", "--property=LoadState,LimitMEMLOCK,LimitMEMLOCKSoft,DropInPaths", name])
+        limits = parse_limits(out) if rc == 0 else None
+        if limits:
+            found[kind] = limits
+    return found
+
+
 def verbs_access(user, folder="/dev/infiniband"):
     """Device nodes of user-space verbs, and whether an account may open one: {nodes, accessible}; None when the account does not exist yet."""
     try:
