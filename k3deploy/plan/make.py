@@ -14,6 +14,7 @@ from k3deploy.matrix import BASELINE, Finding, Matrix
 from k3deploy.plan.again import CALIBRATE, calibrate_candidate
 from k3deploy.plan.arms import ArmPlanner, processes_key
 from k3deploy.plan.blocks import REPEATS, SEED, bench_request, evidence_of, order_blocks
+from k3deploy.plan.checks import undecidable_notes
 from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, PlannedRule, RowSummary
 from k3deploy.plan.parity import parity_request
 from k3deploy.plan.sidecar import read_facts, with_sidecar
@@ -72,7 +73,11 @@ def make_plan(
             *(_known(BASELINE, finding) for finding in matrix.baseline.findings),
             *(_known(row_id, finding) for row_id, finding in resolved.findings),
         ],
-        notes=[*planner.notes, *_notes(matrix, cluster, facts, arms[0])],
+        notes=[
+            *planner.notes,
+            *_notes(matrix, cluster, facts, arms[0]),
+            *undecidable_notes(resolved.gates, arms, planner.builds),
+        ],
         builds=builds,
         blocks=order_blocks(arms, pairs, seed),
         rule=PlannedRule(delta=delta, looks=stats.looks(pairs, len(arms) - 1), seed=seed, fixed=candidate == CALIBRATE),
