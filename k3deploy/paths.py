@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -53,6 +54,14 @@ def find_playbook(name: str, near: Iterable[Path] = ()) -> Path:
         f"the playbook playbooks/{name}.yml was not found near the inventory or above {Path.cwd()}",
         remedy="run k3deploy inside a checkout of the project, or keep the inventory in one",
     )
+
+
+def harness_sha256() -> str:
+    """The hash of the harness' files in this checkout, as the harness hashes itself: all of them, by their names."""
+    root = find_playbook("apply").parent.parent
+    files = sorted((root / "collections/ansible_collections/k3/deploy/roles/benchmark/files").glob("*.py"))
+    whole = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(whole).hexdigest() if files else "not in this checkout"
 
 
 def inventory_files(inventory: Path) -> list[Path]:

@@ -21,11 +21,15 @@ from k3deploy.commands.options import (
     DurationType,
     RunType,
     UsageProblem,
+    anyway_option,
+    delta_option,
     inventory_option,
     json_option,
     live_display,
     matrix_option,
+    max_hours_option,
     runs_option,
+    seed_option,
     warn,
 )
 from k3deploy.commands.rollback import Restoration, restore
@@ -66,12 +70,10 @@ Ctrl-C once stops the work and brings production back. The exit code is the verd
 @click.option("--pairs", type=click.IntRange(1, 1000), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
-@click.option("--max-hours", type=click.FloatRange(min=0.01), help="Begin no round of blocks that would end later.")
-@click.option(
-    "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
-)
-@click.option("--seed", type=click.IntRange(min=0), help="Of the order of the blocks.  [default: drawn, and recorded]")
-@click.option("--anyway", is_flag=True, help="Measure also where the pairs are too few to be accepted.")
+@max_hours_option
+@delta_option
+@seed_option
+@anyway_option
 @click.option("--resume", type=RunType(), help="Go on with this run (an id, or latest); measured blocks are kept.")
 @click.option("--check", is_flag=True, help="Say what would change on every rank; change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")

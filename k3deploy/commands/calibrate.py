@@ -15,13 +15,16 @@ from k3deploy.commands.options import (
     inventory_option,
     json_option,
     matrix_option,
+    max_hours_option,
     print_json,
     runs_option,
+    warn,
 )
 from k3deploy.errors import ExitCode
 
 if TYPE_CHECKING:
     from k3deploy.calibration import Calibration
+    from k3deploy.store import Run
 
 PAIRS = 6
 
@@ -31,9 +34,10 @@ Examples:
   k3deploy calibrate -i inventory/gb10 --pairs 8 --yes
   k3deploy calibrate --resume latest
 
-What it measures holds for this cluster, model and build of the baseline, and is what later runs are planned by: how
-many pairs it takes to show a gain, and whether the first or the second of a pair has it easier. Measure again when one
-of the three changes. Exit codes: 0 measured, 12 the measurement does not count; else as for apply."""
+What it measures holds for this cluster, model, build and settings of the baseline, and is what later runs are planned
+by: how many pairs it takes to show a gain, and whether the first or the second of a pair has it easier. Measure again
+when one of them changes. Exit codes: 0 measured, 11 too few pairs, 12 the measurement does not count; else as for
+apply."""
 
 
 @click.command(epilog=EPILOG, context_settings=CONTEXT)
@@ -45,7 +49,7 @@ of the three changes. Exit codes: 0 measured, 12 the measurement does not count;
 )
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
-@click.option("--max-hours", type=click.FloatRange(min=0.01), help="Begin no pair of blocks that would end later.")
+@max_hours_option
 @click.option("--resume", type=RunType(), help="Go on with this calibration (a run's id, or latest).")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before production is drained.")
 @click.option("--reason", default="", help="Why; kept with the run and shown to whoever meets the window.")
@@ -82,15 +86,23 @@ def calibrate(
     if code not in (ExitCode.OK, ExitCode.REJECT, ExitCode.INCONCLUSIVE):
         return code
     store = Store(runs)
-    found = calibration.find(store.root, store.load(resume or "latest").plan())
-    if found is None:
-        click.echo("too few pairs for a calibration: it takes three")
+    run = store.load(resume or "latest")
+    found = calibration.find(store.root, run.plan())
+    if found is None or found.run_id != run.id:
+        warn(_nothing_of(run, found))
         return int(ExitCode.INCONCLUSIVE)
     if as_json:
         print_json(found.model_dump(mode="json"))
     else:
         show(found)
     return int(ExitCode.OK)
+
+
+def _nothing_of(run: Run, earlier: Calibration | None) -> str:
+    """What a run without a calibration of its own takes, and what later runs are weighed by until then."""
+    kept = f"; what {earlier.run_id} found is still what plans are weighed by" if earlier else ""
+    more = f"go on with k3deploy calibrate --resume {run.id}, or measure again with more --pairs"
+    return f"INCONCLUSIVE: {run.id} has too few pairs that count; a calibration takes three of them: {more}{kept}"
 
 
 def show(found: Calibration) -> None:

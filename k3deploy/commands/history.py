@@ -142,8 +142,12 @@ def _readable(store: Store) -> list[tuple[Run, dict[str, Any], Facts]]:
 
 
 def _rows(candidate: str) -> list[str]:
-    """The rows in a candidate's name: candidate-U2@3072+U6 has U2 and U6."""
-    return [part.partition("@")[0] for part in candidate.removeprefix("candidate-").split("+")]
+    """The rows in a name: candidate-U2@3072+U6 has U2 and U6, campaign-next,U9 has next and U9."""
+    from k3deploy.plan import campaign_candidates
+
+    names = campaign_candidates(candidate) or [candidate]
+    parts = [part for name in names for part in name.removeprefix("candidate-").split("+")]
+    return list(dict.fromkeys(part.partition("@")[0] for part in parts))
 
 
 def _verdict(run: Run) -> dict[str, Any]:

@@ -73,6 +73,30 @@ def runs_option(function: _F) -> _F:
     )(function)
 
 
+def max_hours_option(function: _F) -> _F:
+    return click.option(
+        "--max-hours", type=click.FloatRange(min=0.01), help="Begin no round of blocks that would end later."
+    )(function)
+
+
+def delta_option(function: _F) -> _F:
+    return click.option(
+        "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
+    )(function)
+
+
+def seed_option(function: _F) -> _F:
+    return click.option(
+        "--seed", type=click.IntRange(min=0), help="Of the order of the blocks.  [default: drawn, and recorded]"
+    )(function)
+
+
+def anyway_option(function: _F) -> _F:
+    return click.option("--anyway", is_flag=True, help="Measure also where the pairs are too few to be accepted.")(
+        function
+    )
+
+
 def json_option(function: _F) -> _F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 

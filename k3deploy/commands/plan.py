@@ -14,6 +14,7 @@ from k3deploy.commands.options import (
     CONTEXT,
     CandidateType,
     console,
+    delta_option,
     inventory_option,
     json_option,
     matrix_option,
@@ -42,9 +43,7 @@ Contacts no rank and changes nothing."""
 @click.option("--pairs", type=click.IntRange(1, 1000), help="Pairs of blocks (baseline and candidate) to measure.")
 @click.option("--cells", help="Workload points, with commas: pp2048,pp4096,tg100.  [default: all]")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Measurements of each cell in a block.  [default: 2]")
-@click.option(
-    "--delta", type=click.FloatRange(min=0.1), help="Smallest gain worth a change, in per cent.  [default: 2]"
-)
+@delta_option
 @runs_option
 @json_option
 def plan(

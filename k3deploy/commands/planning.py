@@ -55,14 +55,7 @@ def split_cells(text: str | None) -> list[str]:
 
 def tool_identity() -> dict[str, str]:
     """What of k3deploy itself could change the numbers: its version and the harness that measures."""
-    import hashlib
-
     from k3deploy import __version__
-    from k3deploy.paths import find_playbook
+    from k3deploy.paths import harness_sha256
 
-    root = find_playbook("apply").parent.parent
-    # As the harness hashes itself: all its files, by their names.
-    files = sorted((root / "collections/ansible_collections/k3/deploy/roles/benchmark/files").glob("*.py"))
-    whole = b"".join(file.read_bytes() for file in files)
-    found = hashlib.sha256(whole).hexdigest() if files else "not in this checkout"
-    return {"version": __version__, "harness_sha256": found}
+    return {"version": __version__, "harness_sha256": harness_sha256()}

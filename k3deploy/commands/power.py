@@ -19,8 +19,9 @@ def known(planned: Planned, runs: Path) -> tuple[Power, Cost | None]:
     from k3deploy.commands.cost import block_cost
     from k3deploy.store import Store
 
-    mapping = planned.mapping
-    found = calibration.power(mapping, calibration.find(Store(runs).root, mapping))
+    mapping, root = planned.mapping, Store(runs).root
+    kept = calibration.find(root, mapping)
+    found = calibration.power(mapping, kept, None if kept else calibration.of_other_settings(root, mapping))
     return found, block_cost(Store(runs), planned.cluster.name, mapping["model"]["path"])
 
 
@@ -68,8 +69,8 @@ def weigh(planned: Planned, power: Power, cost: Cost | None, *, anyway: bool) ->
 def _remedy(planned: Planned, power: Power, cost: Cost | None) -> str:
     from k3deploy.progress import duration
 
-    ways = []
-    if power.needed is not None and power.needed > power.pairs:
+    ways = [power.remedy] if power.remedy else []
+    if not ways and power.needed is not None and power.needed > power.pairs:
         arms = len(planned.mapping["arms"])
         time = f" (about {duration(cost.block_s * arms * power.needed)})" if cost else ""
         ways.append(f"--pairs {power.needed}{time}")

@@ -169,6 +169,7 @@ class RankState(Record):
     mem: dict[str, float] = Field(default_factory=dict)
     guard: dict[str, Any] = Field(default_factory=dict)
     units: dict[str, Unit] = Field(default_factory=dict)
+    nccl: dict[str, bool] = Field(default_factory=dict, description="was NCCL found when the build of a slug was made")
 
 
 class HealthFinding(Record):

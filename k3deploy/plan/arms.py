@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3deploy.build_key import build_key
@@ -69,6 +72,12 @@ class ArmPlanner:
             raise PlanError(f"two arms have one name on disk: {', '.join(arm.slug for arm in arms)}")
         return [baseline, *(_compared(arm, baseline) for arm in arms[1:])]
 
+    def plain_baseline(self) -> PlannedArm:
+        """The baseline as ``k3deploy calibrate`` measures it, without what this candidate asks of every arm or compares
+        itself with: what is known of its starts holds for every candidate."""
+        plain = replace(self.candidate, harness={}, against={})
+        return ArmPlanner(self.matrix, self.cluster, plain, self.facts)._arm(BASELINE, {}, self.cluster.build)
+
     def _settings(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return merge(
             self.matrix.baseline.settings.values(), self.harness, self.cluster.settings, row, self.cluster.scale
@@ -132,3 +141,15 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 def slug(name: str) -> str:
     """A name for directories and systemd instances."""
     return re.sub(r"[^A-Za-z0-9.]", "-", name)
+
+
+def processes_key(arm: PlannedArm) -> str:
+    """Twelve digits that stand for the command lines, environments and CPUs of an arm on all ranks."""
+    shown = {"argv", "environment", "cpu_affinity"}
+    parts = {
+        name: {
+            kind: process.model_dump(include=shown) for kind in ("worker", "head") if (process := getattr(one, kind))
+        }
+        for name, one in arm.processes.items()
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from k3deploy.inventory import BuildSpec, Cluster, Rank
@@ -10,7 +10,13 @@ from k3deploy.plan.model import PlanError
 from k3deploy.plan.processes import devices
 
 if TYPE_CHECKING:
+    from k3deploy.matrix import Gate
     from k3deploy.model_facts import ModelFacts
+    from k3deploy.plan.model import PlannedArm
+
+TIMING_PATCH, TIMING_SWITCH = "u8-rpc-timing", "GGML_RPC_TIMING"
+# Observations that come from the timing lines of workers and from nowhere else.
+_TIMED = ("rpc_p99", "worker_link_idle")
 
 
 def refuse_impossible(name: str, cluster: Cluster, settings: Mapping[str, Any], spec: BuildSpec) -> None:
@@ -62,3 +68,26 @@ def cpu_notes(head: Rank, settings: Mapping[str, Any]) -> list[str]:
         if settings.get(key, 0) > cpus:
             notes.append(f"{key} {settings[key]} is more than the {cpus} CPUs of {head.name}")
     return notes
+
+
+def undecidable_notes(
+    gates: Mapping[str, Gate], arms: Sequence[PlannedArm], builds: Mapping[str, BuildSpec]
+) -> list[str]:
+    """Gates that stay open whatever is measured, because the workers of an arm do not time their commands."""
+    timed = [f"{name} ({gate.observation})" for name, gate in gates.items() if gate.observation in _TIMED]
+    silent = [arm.name for arm in arms if not _times_commands(arm, builds[arm.build])]
+    if not timed or not silent:
+        return []
+    return [
+        f"no run with this inventory decides {' and '.join(timed)}: the workers of {', '.join(silent)} do not time "
+        f"their commands, so that it ends INCONCLUSIVE at best. It takes patch set {TIMING_PATCH} in the build of "
+        f'every arm (k3_builds.{arms[0].build}.patch_sets) and {TIMING_SWITCH}: "1" in k3_settings.environment'
+    ]
+
+
+def _times_commands(arm: PlannedArm, spec: BuildSpec) -> bool:
+    """Whether an arm's workers write timing lines: by the patch and its switch, or by the proxy that needs neither."""
+    if arm.settings.get("rpc_profile") == "proxy":
+        return True
+    environment = arm.settings.get("environment") or {}
+    return TIMING_PATCH in spec.patch_sets and str(environment.get(TIMING_SWITCH, "0")) != "0"

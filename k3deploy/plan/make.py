@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from k3deploy.inventory import BuildSpec, Cluster
 from k3deploy.judge import DELTA
 from k3deploy.matrix import BASELINE, Finding, Matrix
 from k3deploy.plan.again import CALIBRATE, calibrate_candidate
-from k3deploy.plan.arms import ArmPlanner
+from k3deploy.plan.arms import ArmPlanner, processes_key
 from k3deploy.plan.blocks import REPEATS, SEED, bench_request, evidence_of, order_blocks
+from k3deploy.plan.checks import undecidable_notes
 from k3deploy.plan.model import Known, Plan, PlanError, PlannedArm, PlannedRule, RowSummary
 from k3deploy.plan.parity import parity_request
 from k3deploy.plan.sidecar import read_facts, with_sidecar
@@ -71,13 +73,26 @@ def make_plan(
             *(_known(BASELINE, finding) for finding in matrix.baseline.findings),
             *(_known(row_id, finding) for row_id, finding in resolved.findings),
         ],
-        notes=[*planner.notes, *_notes(matrix, cluster, facts, arms[0])],
+        notes=[
+            *planner.notes,
+            *_notes(matrix, cluster, facts, arms[0]),
+            *undecidable_notes(resolved.gates, arms, planner.builds),
+        ],
         builds=builds,
         blocks=order_blocks(arms, pairs, seed),
         rule=PlannedRule(delta=delta, looks=stats.looks(pairs, len(arms) - 1), seed=seed, fixed=candidate == CALIBRATE),
         parity=parity_request(cluster),
         bench=bench_request(resolved, model, arms, cells, repeats),
+        calibrated_as=_calibrated_as(planner, arms[0]),
     )
+
+
+def _calibrated_as(planner: ArmPlanner, baseline: PlannedArm) -> str:
+    """The key of the cluster's own baseline; of this plan's, where that one cannot run here."""
+    if planner.candidate.harness or planner.candidate.against:
+        with suppress(PlanError):
+            return processes_key(planner.plain_baseline())
+    return processes_key(baseline)
 
 
 def _notes(matrix: Matrix, cluster: Cluster, facts: ModelFacts | None, baseline: PlannedArm) -> list[str]:

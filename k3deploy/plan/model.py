@@ -173,6 +173,7 @@ class Plan(_Data):
     rule: PlannedRule
     bench: Bench
     parity: dict[str, Any] = Field(default_factory=dict, description="the harness' parity request, less the arm")
+    calibrated_as: str = Field("", description="stands for how the cluster's own baseline runs: see plain_baseline")
 
     @property
     def baseline(self) -> PlannedArm:

@@ -179,6 +179,10 @@ def _environment(unit: Unit) -> list[str]:
     return [f"{key}={value}" for key, value in sorted(unit.environment.items())]
 
 
+# What goes between ranks goes over RPC's own transport: NCCL would join the GPUs of one process only.
+_NCCL = {True: "found at build, llama.cpp's RPC path does not use it", False: "not found at build"}
+
+
 def _provenance(plan: Mapping[str, Any], facts: Facts, about: Mapping[str, Any]) -> list[tuple[str, str]]:
     model = plan.get("model") or {}
     rows = [
@@ -195,6 +199,7 @@ def _provenance(plan: Mapping[str, Any], facts: Facts, about: Mapping[str, Any])
         ("foreign requests seen by", [block.bench.foreign_check for block in facts.blocks if block.bench]),
     ):
         rows.append((label, ", ".join(dict.fromkeys(words.plain(value) for value in values)) or words.MISSING))
+    rows += _nccl(facts)
     systems: dict[str, list[str]] = {}
     for block in facts.blocks:
         for rank, record in sorted(block.ranks.items()):
@@ -205,6 +210,19 @@ def _provenance(plan: Mapping[str, Any], facts: Facts, about: Mapping[str, Any])
                     systems[text].append(rank)
     rows += [(", ".join(ranks), text) for text, ranks in systems.items()]
     return rows
+
+
+def _nccl(facts: Facts) -> list[tuple[str, str]]:
+    """Whether the builds that ran were made with NCCL, in one line; none where no manifest says."""
+    arms: dict[str, list[str]] = {}
+    for block in facts.blocks:
+        for record in block.ranks.values():
+            found = record.state.nccl.get(block.slug) if record.state else None
+            if found is not None and block.arm not in arms.setdefault(_NCCL[found], []):
+                arms[_NCCL[found]].append(block.arm)
+    if len(arms) > 1:
+        return [("NCCL", "; ".join(f"{text} ({', '.join(names)})" for text, names in arms.items()))]
+    return [("NCCL", text) for text in arms]
 
 
 def _reproduce(run_dir: Path, plan: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:

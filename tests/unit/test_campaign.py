@@ -7,6 +7,7 @@ from test_judge import ARM, BASELINE, facts_of, plan_of
 from test_plan import MATRIX, cluster, plan
 
 from k3deploy.cli import run as command
+from k3deploy.commands import apply
 from k3deploy.facts import Facts
 from k3deploy.judge import judge
 from k3deploy.matrix import CandidateError
@@ -91,3 +92,18 @@ def test_the_matrix_names_hypothesis_verdict_effect_and_cost_of_each_arm() -> No
 def test_a_campaign_without_candidates_says_where_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["campaign"]) == 2
     assert "k3deploy matrix" in capsys.readouterr().err
+
+
+def test_a_campaign_takes_the_options_of_an_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[apply.Request, bool]] = []
+
+    def launch(request: apply.Request, *, anyway: bool, **_others: object) -> int:
+        asked.append((request, anyway))
+        return 0
+
+    monkeypatch.setattr(apply, "launch", launch)
+    options = ["--delta", "3", "--seed", "7", "--max-hours", "2.5", "--anyway"]
+    assert command(["campaign", "U2", "U9", *options]) == 0
+    ((request, anyway),) = asked
+    assert request.candidate == "campaign-U2,U9" and request.max_hours == 2.5 and anyway
+    assert (request.options["delta"], request.options["seed"]) == (3.0, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 
 from ansible_collections.k3.deploy.plugins.module_utils import host
-from ansible_collections.k3.deploy.plugins.modules import job
+from ansible_collections.k3.deploy.plugins.modules import job, rank_state
 
 
 def test_of_an_environment_only_llama_cpp_s_part_and_what_was_asked_for_is_read() -> None:
@@ -46,3 +47,11 @@ def test_a_job_is_attached_to_only_where_it_is_this_work(
     if result:
         (tmp_path / "result.json").write_text("{}")
     assert job.begun(params, str(tmp_path / "mark"), active) is attached
+
+
+def test_whether_nccl_was_found_is_what_the_manifests_of_releases_say(tmp_path: Path) -> None:
+    for build, manifest in (("a-1", {"nccl": {"found": True}}), ("b-1", {"nccl": None}), ("c-1", [])):
+        (tmp_path / "releases" / build).mkdir(parents=True)
+        (tmp_path / "releases" / build / "manifest.json").write_text(json.dumps(manifest))
+    installed = {"baseline": "a-1", "U2-2048": "a-1", "U9": "b-1", "U4": "c-1", "U5": "gone", "U6": None}
+    assert rank_state.nccl_found(str(tmp_path), installed) == {"baseline": True, "U2-2048": True}

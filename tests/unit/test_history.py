@@ -13,6 +13,7 @@ import pytest
 
 from k3deploy import history
 from k3deploy.cli import run as command
+from k3deploy.commands.history import _rows as rows_of
 from k3deploy.facts import assemble
 
 RUN = Path(__file__).parents[1] / "fixtures/run-small"
@@ -88,3 +89,15 @@ def test_without_runs_the_commands_say_what_to_do(name: str, tmp_path: Path, cap
     arguments = [name, *(["latest", "latest"] if name == "compare" else []), "--runs", str(tmp_path)]
     assert command(arguments) != 0
     assert "k3deploy apply" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("candidate", "rows"),
+    [
+        ("candidate-U2@3072+U6", ["U2", "U6"]),
+        ("campaign-next,U9,U2@2048,U2@3072", ["next", "U9", "U2"]),
+        ("calibrate", ["calibrate"]),
+    ],
+)
+def test_a_row_is_found_in_compositions_and_in_campaigns(candidate: str, rows: list[str]) -> None:
+    assert rows_of(candidate) == rows

@@ -123,3 +123,31 @@ def test_the_timing_proxy_is_refused_where_bytes_could_go_past_it() -> None:
     assert "candidate-U8" in (caught.value.remedy or "")
     with pytest.raises(PlanError, match="needs rdma off"):
         plan("U2@2048", cluster(settings={"rpc_profile": "proxy"}))
+
+
+def undecided(candidate: str, on: Cluster | None = None) -> list[str]:
+    return [note for note in plan(candidate, on).notes if note.startswith("no run with this inventory decides")]
+
+
+def with_timing(patch_sets: list[str], **environment: str) -> Cluster:
+    """A cluster whose build has these patch sets and whose settings have this environment."""
+    before = on_rdma()
+    build = before.builds[before.build].model_copy(update={"patch_sets": patch_sets})
+    settings = {**before.settings, "environment": environment}
+    return before.model_copy(update={"builds": {**before.builds, before.build: build}, "settings": settings})
+
+
+@pytest.mark.parametrize(("row", "gate"), [("U3", "worker_link_idle"), ("U5@512x64", "tail_latency (rpc_p99)")])
+def test_a_gate_that_no_run_can_decide_is_said_beforehand_with_what_it_takes(row: str, gate: str) -> None:
+    (note,) = undecided(row)
+    assert gate in note and "the workers of baseline, U" in note and "INCONCLUSIVE at best" in note
+    assert "u8-rpc-timing" in note and 'GGML_RPC_TIMING: "1" in k3_settings.environment' in note
+    assert undecided("U9") == []
+
+
+def test_a_gate_on_times_needs_the_patch_and_its_switch() -> None:
+    assert undecided("U3", with_timing(["u8-rpc-timing"], GGML_RPC_TIMING="1")) == []
+    assert undecided("U5@512x64", with_timing(["u8-rpc-timing"], GGML_RPC_TIMING="1")) == []
+    assert undecided("U3", with_timing(["u8-rpc-timing"], GGML_RPC_TIMING="0"))
+    assert undecided("U3", with_timing(["u8-rpc-timing"]))
+    assert undecided("U3", with_timing([], GGML_RPC_TIMING="1"))

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ansible_collections.k3.deploy.plugins.filter import transport
 from ansible_collections.k3.deploy.plugins.module_utils import rdma, rdma_link, rdma_proof
 from rdmatree import FIXTURES
 
@@ -269,6 +270,92 @@ def test_port_errors_and_link_flaps_are_events(ranks: dict) -> None:
     ]
 
 
+def count(ranks: dict, group: str, **counters: tuple[int, int]) -> None:
+    """Counters of rank1's port: {name: (before, after)}."""
+    for place, phase in enumerate(("before", "after")):
+        port = ranks["rank1"][phase]["devices"]["roce0"]["ports"]["1"]
+        port[group] = {**port[group], **{name: values[place] for name, values in counters.items()}}
+
+
+def test_a_checksum_that_was_wrong_is_an_event_on_the_device_and_on_its_interface(ranks: dict) -> None:
+    count(ranks, "hw_counters", rx_icrc_encapsulated=(4, 5))
+    for phase, errors in (("before", 2), ("after", 3)):
+        ranks["rank1"][phase]["netdevs"]["eth0"]["rx_crc_errors"] = errors
+    assert rdma_proof.events(ranks) == [
+        "rank1: rx_icrc_encapsulated of roce0 grew by 1",
+        "rank1: rx_crc_errors of eth0 grew by 1",
+    ]
+
+
+@pytest.mark.parametrize("name", ["out_of_sequence", "packet_seq_err", "implied_nak_seq_err", "local_ack_timeout_err"])
+def test_a_few_lost_packets_are_what_a_busy_link_has_and_many_are_an_event(ranks: dict, name: str) -> None:
+    count(ranks, "hw_counters", **{name: (7, 17)})
+    assert rdma_proof.events(ranks) == []
+    count(ranks, "hw_counters", **{name: (7, 18)})
+    assert rdma_proof.events(ranks) == [f"rank1: {name} of roce0 grew by 11, allowed are 10"]
+    count(ranks, "counters", port_rcv_packets=(0, 1_000_000))
+    assert rdma_proof.events(ranks) == [], "one in a hundred thousand packets more"
+
+
+def test_a_queue_pair_that_the_kernel_does_not_have_any_more_is_not_open(ranks: dict) -> None:
+    for others in ([], [{"device": "roce0", "qpn": 99, "remote": 1, "state": "RTS", "pid": 4711}]):
+        ranks["rank1"]["after"]["qps"] = others
+        assert result(ranks)["result"] != "RDMA"
+    ranks["rank1"]["after"]["qps"] = [{"device": "roce0", "qpn": 99, "remote": 1, "state": "RTS", "pid": None}]
+    assert result(ranks)["result"] == "RDMA", "a kernel that names no process of any queue pair tells nothing of ours"
+
+
+def test_messages_that_are_surely_larger_than_a_chunk_are_a_problem(ranks: dict) -> None:
+    sends, chunk = 100, PLAN["chunk_bytes"]
+    for packets, larger in ((chunk // 4096 + 1, False), (chunk // 4096 + 2, True)):
+        for phase, number in (("before", 0), ("after", sends)):
+            port = ranks["rank0"][phase]["devices"]["roce0"]["ports"]["1"]
+            # Each message is answered by one that is answered in turn: a packet of what was sent carries nothing.
+            values = {"rdma_sends": number, "sent_pkts": number * (packets + 1), "rcvd_pkts": number}
+            port["hw_counters"] = values
+        said = "\n".join(result(ranks)["problems"])
+        assert ("messages of at least 266240 bytes, the build's chunk is 262144" in said) is larger
+
+
+def test_a_connection_over_another_device_than_the_pinned_one_is_a_problem(ranks: dict) -> None:
+    ranks["rank1"]["pin"] = {"device": "roce1", "gid": 3}
+    found = result(ranks)
+    assert found["result"] == "RDMA"
+    assert found["problems"] == [
+        "rank1's worker runs over device roce0, but k3_rdma_device pins roce1: "
+        "rdma: pinned makes the program use the pin, or take it out of the inventory"
+    ]
+    assert "k3_rdma_device pins roce1" in "\n".join(rdma_proof.prove(PLAN, ranks)["problems"])
+    ranks["rank1"]["pin"] = {"device": "roce0", "gid": "4"}
+    assert "runs over GID 3, but k3_rdma_gid pins 4" in "\n".join(result(ranks)["problems"])
+    ranks["rank1"]["pin"] = {"device": "roce0", "gid": None}
+    assert result(ranks)["problems"] == []
+
+
+def test_the_device_of_a_connection_is_that_of_its_own_queue_pair(ranks: dict) -> None:
+    for phase in ("before", "after"):
+        lines = ranks["rank0"][phase]["lines"]["head"]
+        lines[4] = lines[4].replace("roce0", "roce1")
+    ranks["rank0"]["pin"] = {"device": "roce0", "gid": None}
+    assert result(ranks, "rank1")["problems"] == [], "the other connection's"
+    assert "rank0's head runs over device roce1" in "\n".join(result(ranks, "rank2")["problems"])
+
+
+def test_what_broke_while_the_model_was_loaded_is_kept_with_the_block(ranks: dict) -> None:
+    seen = {}
+    for name, rank in ranks.items():
+        links = {"launch": rank["before"], "ready": rank["after"], "end": copy.deepcopy(rank["after"])}
+        seen[name] = {**{key: value for key, value in rank.items() if key not in ("before", "after")}, **links}
+    farewell, broken = "recv failed (bytes_recv=0, size_to_recv=8)", "RDMA CQ wc error: status=12"
+    for phase in ("ready", "end"):
+        seen["rank1"][phase]["lines"]["worker"][:0] = [farewell, broken]
+        for name in ranks:
+            seen[name][phase]["lines"] = copy.deepcopy(seen[name][phase]["lines"])
+    block = transport.transport_block(seen, {**PLAN, "rdma": "auto"}, None)
+    assert block["events"] == [f"while loading: rank1, worker: {broken}"]
+    assert len(block["start"]["events"]) == 2, "discovery that says goodbye is kept and held against nobody"
+
+
 def test_other_queue_pairs_at_the_end_are_told_apart(ranks: dict) -> None:
     start = rdma_proof.prove(PLAN, ranks)
     end = copy.deepcopy(start)
@@ -316,7 +403,7 @@ def test_sockets_and_queue_pairs_are_read_as_the_programs_print_them() -> None:
         '{"ifname":"rxe0","lqpn":1,"type":"GSI"}]'
     )
     assert rdma_link.parse_qps(queues) == [{"device": "rxe0", "qpn": 17, "remote": 18, "state": "RTS", "pid": 812}]
-    assert rdma_link.parse_qps("not json") == []
+    assert rdma_link.parse_qps("not json") is None
 
 
 def test_the_limit_of_a_running_process_is_read_from_the_kernel() -> None:

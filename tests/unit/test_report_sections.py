@@ -160,3 +160,23 @@ def test_each_block_says_how_much_of_the_model_was_in_the_page_cache() -> None:
         ARM: "25 %",
     }
     assert "25 %" in page(facts) and "25 %" in render_markdown(PLAN, facts, judge(PLAN, facts))
+
+
+def nccl_of(**found: bool) -> list[str]:
+    """What the provenance says where the manifests of these slugs say this."""
+
+    def tell(block: dict[str, Any]) -> None:
+        for rank in block["ranks"].values():
+            rank["state"]["nccl"] = found
+
+    facts = facts_with(tell)
+    return [text for name, text in make_view(Path("run"), PLAN, facts, judge(PLAN, facts)).provenance if name == "NCCL"]
+
+
+def test_the_provenance_says_whether_the_builds_found_nccl_and_what_that_is_worth() -> None:
+    slug = next(arm["slug"] for arm in PLAN["arms"] if arm["name"] == ARM)
+    used = "found at build, llama.cpp's RPC path does not use it"
+    assert nccl_of(**{BASELINE: True, slug: True}) == [used]
+    assert nccl_of(**{BASELINE: False, slug: False}) == ["not found at build"]
+    assert nccl_of(**{BASELINE: False, slug: True}) == [f"not found at build ({BASELINE}); {used} ({ARM})"]
+    assert nccl_of() == [], "a prebuilt release, or one from before"

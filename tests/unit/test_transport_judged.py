@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "collections"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ansible_collections.k3.deploy.plugins.filter import transport
+from ansible_collections.k3.deploy.plugins.module_utils import rdma_link
 from test_judge import arm_of, facts_of, plan_of
 from test_rdma_proof import MIB, PLAN, cluster
 
@@ -46,6 +47,28 @@ def test_mixed_builds_are_refused_before_anything_starts(seen: dict[str, Any]) -
     seen["rank2"]["launch"]["build_id"] = "b-2"
     assert "different builds, whose transports need not fit: b-1 on rank0, rank1; b-2 on rank2" in launch(seen)
     assert "different builds" in launch(seen, rdma="off")
+
+
+def test_a_drop_in_that_lowers_the_locked_memory_is_refused_before_it_ends_on_tcp(seen: dict[str, Any]) -> None:
+    folder = "/etc/systemd/system/k3-candidate-worker@.service.d"
+    arm = "/etc/systemd/system/k3-candidate-worker@U4.service.d/arm.conf"
+    limits = {"memlock_bytes": 4 * MIB, "drop_ins": [f"{folder}/site.conf", arm]}
+    seen["rank1"]["launch"]["units"] = {"worker": limits, "head": {"memlock_bytes": 1, "drop_ins": []}}
+    assert launch(seen) == (
+        "rank1: the worker pins 6.25 MiB for 1 connections, its unit may lock 4 MiB as systemd has it: "
+        f"take LimitMEMLOCK= out of {folder}/site.conf, then systemctl daemon-reload"
+    )
+    limits["memlock_bytes"] = None
+    assert launch(seen) == "", "unlimited"
+
+
+def test_the_limit_of_a_unit_is_read_as_systemd_prints_it() -> None:
+    shown = "LimitMEMLOCK=67108864\nLimitMEMLOCKSoft=8388608\nLoadState=loaded\nDropInPaths=/etc/a.conf /run/b.conf\n"
+    found = {"memlock_bytes": 8 * MIB, "drop_ins": ["/etc/a.conf", "/run/b.conf"]}
+    assert rdma_link.parse_limits(shown) == found
+    unlimited = "LimitMEMLOCK=infinity\nLimitMEMLOCKSoft=infinity\nLoadState=loaded\nDropInPaths=\n"
+    assert rdma_link.parse_limits(unlimited) == {"memlock_bytes": None, "drop_ins": []}
+    assert rdma_link.parse_limits("LimitMEMLOCK=8388608\nLoadState=not-found\n") is None
 
 
 @pytest.mark.parametrize(("changes", "refused"), [({}, True), ({"require": "tcp"}, False), ({"rdma": "off"}, False)])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from ansible_collections.k3.deploy.plugins.module_utils import rdma_causes, rdma_proof
 
+# Device discovery opens connections and closes them again before the ones that stay: a worker that was waiting for the next command says this.
+_FAREWELL = re.compile(r"recv failed \(bytes_recv=0\b")
 _PACKAGES = {"rdma": "iproute2", "ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest"}
 
 
 def transport_seen(variables, slug):
-    """What one rank's variables hold of its transport: {is_head, listen, memlock, launch, ready, end (links, or None)}."""
+    """What one rank's variables hold of its transport: {is_head, listen, pin, memlock, launch, ready, end (links, or None)}."""
     processes = variables["k3_run_processes"][slug]
     found = {name: (variables.get(f"block_{name}") or {}).get("link") for name in ("launch", "ready", "end")}
     worker, head = processes.get("worker"), processes.get("head")
     limits = {kind: process.get("memlock_bytes") or 0 for kind, process in (("worker", worker), ("head", head)) if process}
-    return {"is_head": bool(head), "listen": worker["listen"] if worker else None, "memlock": limits, **found}
+    pin = {"device": variables.get("k3_rdma_device"), "gid": variables.get("k3_rdma_gid")}
+    return {"is_head": bool(head), "listen": worker["listen"] if worker else None, "pin": pin, "memlock": limits, **found}
 
 
 def transport_launch_problems(seen, transport):
@@ -61,16 +66,25 @@ def link_problems(link):
 
 
 def _memlock_problems(seen, transport):
-    """Units whose limit of locked memory is below what their connections pin; a limit of 0 is none."""
+    """Units whose limit of locked memory is below what their connections pin; a limit of 0 is none.
+
+    The plan's own limit is what the arm's unit file says; a drop-in of the operator's beside it can lower what systemd sets.
+    """
     connections = sum(bool(rank["listen"]) for rank in seen.values())
     problems = []
     for name, rank in sorted(seen.items()):
+        units = rank["launch"].get("units") or {}
         for kind, limit in sorted(rank["memlock"].items()):
             count = connections if kind == "head" else 1
             needed = rdma_causes.memlock_needed(transport, count)
+            lead = f"{name}: the {kind} pins {needed / rdma_causes.MIB:g} MiB for {count} connections, its unit may lock"
+            actual = (units.get(kind) or {}).get("memlock_bytes")
             if limit and limit < needed:
-                text = f"{needed / rdma_causes.MIB:g} MiB for {count} connections, its unit may lock {limit / rdma_causes.MIB:g} MiB"
-                problems.append(f"{name}: the {kind} pins {text}: raise memlock_mib")
+                problems.append(f"{lead} {limit / rdma_causes.MIB:g} MiB: raise memlock_mib")
+            elif actual is not None and actual < needed:
+                others = [path for path in units[kind]["drop_ins"] if not path.endswith("/arm.conf")]
+                where = f"take LimitMEMLOCK= out of {' or '.join(others)}" if others else "see systemctl cat of the unit"
+                problems.append(f"{lead} {actual / rdma_causes.MIB:g} MiB as systemd has it: {where}, then systemctl daemon-reload")
     return problems
 
 
@@ -96,9 +110,10 @@ def transport_block(seen, transport, bench):
     end = rdma_proof.prove({**transport, "workload_bytes": workload}, _between(seen, "ready", "end"))
     return {
         **end,
+        "events": [*(f"while loading: {text}" for text in start["events"] if not _FAREWELL.search(text)), *end["events"]],
         "rdma": transport["rdma"],
         "workload_bytes": workload,
-        "start": {key: start[key] for key in ("transport", "connections", "problems")},
+        "start": {key: start[key] for key in ("transport", "connections", "events", "problems")},
         "reconnected": rdma_proof.persistence(start, end),
         "resolved": {name: rank["launch"]["resolved"] for name, rank in sorted(seen.items())},
     }

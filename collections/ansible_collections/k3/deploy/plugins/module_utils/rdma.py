@@ -91,7 +91,7 @@ def read_devices(sysfs="/sys"):
 
 
 def read_netdevs(sysfs="/sys"):
-    """Network interfaces: {name: {mtu, operstate, carrier, carrier_changes, phys_port_name}}."""
+    """Network interfaces: {name: {mtu, operstate, carrier, carrier_changes, rx_crc_errors, phys_port_name}}."""
     base = os.path.join(sysfs, "class", "net")
     return {
         name: {
@@ -99,6 +99,7 @@ def read_netdevs(sysfs="/sys"):
             "operstate": _text(base, name, "operstate"),
             "carrier": _whole(_text(base, name, "carrier")),
             "carrier_changes": _whole(_text(base, name, "carrier_changes")),
+            "rx_crc_errors": _whole(_text(base, name, "statistics", "rx_crc_errors")),
             "phys_port_name": _text(base, name, "phys_port_name"),
         }
         for name in _names(base)

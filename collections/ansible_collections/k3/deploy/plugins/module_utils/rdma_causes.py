@@ -105,3 +105,17 @@ def unlike_the_build(plan, ends, pair):
     if pair[0]["mtu"] != pair[1]["mtu"]:
         problems.append(f"the ends have different path MTUs: {pair[0]['mtu']} and {pair[1]['mtu']}: compare the MTUs of their interfaces")
     return problems
+
+
+def unlike_the_pins(ends, probes):
+    """Where activated ends run over another device or GID than the inventory pins, whatever the arm's setting."""
+    problems = []
+    for end, probe in zip(ends, probes, strict=True):
+        for what, shown in (("device", "device"), ("gid", "GID")):
+            wanted, used = end["pin"].get(what), probe.get(what)
+            if None not in (wanted, used) and str(used) != str(wanted):
+                problems.append(
+                    f"{end['rank']}'s {end['kind']} runs over {shown} {used}, but k3_rdma_{what} pins {wanted}: "
+                    f"rdma: pinned makes the program use the pin, or take it out of the inventory"
+                )
+    return problems

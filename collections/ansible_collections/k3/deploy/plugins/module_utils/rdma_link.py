@@ -74,11 +74,11 @@ def connections(endpoints):
 
 
 def parse_qps(text):
-    """Connected queue pairs from `rdma -j resource show qp`: [{device, qpn, remote, state, pid}]."""
+    """Connected queue pairs from `rdma -j resource show qp`: [{device, qpn, remote, state, pid}]; None for what is no list."""
     try:
         listed = json.loads(text)
     except ValueError:
-        return []
+        return None
     return [
         {"device": item.get("ifname"), "qpn": item.get("lqpn"), "remote": item.get("rqpn"), "state": item.get("state"), "pid": item.get("pid")}
         for item in listed
@@ -133,6 +133,26 @@ def process(pid):
     knows, ring = _transport_library(pid, seen["exe"])
     environment = {name: seen["environment"][name] for name in _VARIABLES if name in seen["environment"]}
     return {"pid": pid, "memlock_bytes": memlock_limit(limits), "environment": environment, "knows_rdma": knows, "ring": ring}
+
+
+def parse_limits(text):
+    """What `systemctl show` says of a unit's locked memory: {memlock_bytes (None: unlimited), drop_ins}; None where there is no such unit."""
+    values = dict(line.partition("=")[::2] for line in text.splitlines())
+    limit = values.get("LimitMEMLOCKSoft") or values.get("LimitMEMLOCK") or ""
+    if values.get("LoadState") != "loaded" or not (limit.isdecimal() or limit == "infinity"):
+        return None
+    return {"memlock_bytes": int(limit) if limit.isdecimal() else None, "drop_ins": values.get("DropInPaths", "").split()}
+
+
+def unit_limits(units):
+    """The locked memory that systemd will give to units, with every drop-in applied: {kind: parse_limits}. units: {kind: name}."""
+    found = {}
+    for kind, name in units.items():
+        rc, out, _err = host.run(["systemctl", "show", "--property=LoadState,LimitMEMLOCK,LimitMEMLOCKSoft,DropInPaths", name])
+        limits = parse_limits(out) if rc == 0 else None
+        if limits:
+            found[kind] = limits
+    return found
 
 
 def verbs_access(user, folder="/dev/infiniband"):

@@ -35,7 +35,15 @@ _ERROR_COUNTERS = (
     "retry_exceeded_err",
     "retry_rnr_exceeded_err",
     "send_err",
+    # A RoCE packet whose own checksum was wrong: nothing on the way but a fault of cable, port or memory makes one.
+    "rx_icrc_encapsulated",
 )
+# Packets that were lost or came out of order. The adapter sends them again and the program sees nothing, and a busy RoCE link without priority
+# flow control loses a few whenever a buffer of the switch is full: a handful is what such a fabric is, and a warning of the rank's health
+# (health_rules.link_findings); more are a path that carries its load badly, and what is measured over it is the loss.
+_LOSS_COUNTERS = ("out_of_sequence", "packet_seq_err", "implied_nak_seq_err", "local_ack_timeout_err")
+LOSSES_ALLOWED = 10
+PACKETS_A_LOSS = 100_000  # and one more for each so many packets that the port received
 
 
 def session(lines):
@@ -47,15 +55,17 @@ def session(lines):
 
 
 def spoken(lines):
-    """What log lines say: {probed: {device, gid, type, qpn}|None, activated: [{local, remote, mtu, rx_depth}], failed, closed}."""
-    probed, activated = None, []
+    """What log lines say: {probed (the last of probes), probes: [{device, gid, type, qpn}], activated: [{local, remote, mtu, rx_depth}],
+    failed, closed}."""
+    probes, activated = [], []
     for line in lines:
         if found := _PROBED.search(line):
-            probed = {"device": found[1], "gid": int(found[2]), "type": found[3], "qpn": int(found[4])}
+            probes.append({"device": found[1], "gid": int(found[2]), "type": found[3], "qpn": int(found[4])})
         if found := _ACTIVATED.search(line):
             activated.append({"local": int(found[1]), "remote": int(found[2]), "mtu": int(found[3]), "rx_depth": int(found[4])})
     failed = any(_FAILED.search(line) for line in lines)
-    return {"probed": probed, "activated": activated, "failed": failed, "closed": bool(lines) and _CLOSED in lines[-1]}
+    closed = bool(lines) and _CLOSED in lines[-1]
+    return {"probed": probes[-1] if probes else None, "probes": probes, "activated": activated, "failed": failed, "closed": closed}
 
 
 def moved_bytes(before, after, device, mtu):
@@ -81,6 +91,20 @@ def message_bytes(before, after, device, mtu):
     return round(packets * mtu / sends) if sends > 0 else None
 
 
+def least_message_bytes(before, after, device, mtu):
+    """Mean size of a message at the very least, where the driver counts sends: what proves messages above a chunk.
+
+    Packets that answer another one carry nothing, and there is at most one of them for each that was received; of a message's packets all but the
+    last are full. Small messages are normal (commands, tensors of a token), so that a mean below the chunk says nothing and is never judged.
+    """
+    ports = [(link.get("devices") or {}).get(device, {}).get("ports", {}).get("1") for link in (before, after)]
+    names = ("rdma_sends", "sent_pkts", "rcvd_pkts")
+    if not all(ports) or not mtu or not all(name in port["hw_counters"] for port in ports for name in names):
+        return None
+    sends, sent, received = (ports[1]["hw_counters"][name] - ports[0]["hw_counters"][name] for name in names)
+    return max(0, round(((sent - received) / sends - 1) * mtu)) if sends > 0 else None
+
+
 def _open_pair(head, worker, head_pid, worker_pid, current, spoken_head):
     """The two ends' activation lines that belong to one another and to queue pairs that are open: (head's, worker's) or None."""
     for mine in reversed(current["activated"]):
@@ -93,9 +117,12 @@ def _open_pair(head, worker, head_pid, worker_pid, current, spoken_head):
 
 
 def _is_open(link, pid, line):
-    """Whether the kernel has the queue pair; true where it was not asked or does not tell of this process."""
-    known = [item for item in link.get("qps") or [] if item.get("pid") == pid and item.get("qpn") is not None]
-    return not known or any(item["qpn"] == line["local"] and item.get("state") in (None, "RTS") for item in known)
+    """Whether the kernel has the queue pair; true where it was not asked, or names no process of any queue pair."""
+    listed = link.get("qps")
+    if listed is None or (listed and all(item.get("pid") is None for item in listed)):
+        return True
+    known = [item for item in listed if item.get("pid") == pid and item.get("qpn") is not None]
+    return any(item["qpn"] == line["local"] and item.get("state") in (None, "RTS") for item in known)
 
 
 def _socket(link, local=None, peer=None):
@@ -115,9 +142,15 @@ def _tcp_bytes(before, now):
     return now["sent"] + now["received"] - then["sent"] - then["received"]
 
 
-def _end(name, kind, before, after, pid, said):
+def _end(name, kind, rank, pid, said):
     """One end of a connection as the causes need it."""
-    return {"rank": name, "kind": kind, "before": before, "after": after, "process": _process(after, pid), "said": said}
+    before, after = rank["before"], rank["after"]
+    return {"rank": name, "kind": kind, "before": before, "after": after, "process": _process(after, pid), "said": said, "pin": rank.get("pin") or {}}
+
+
+def _probe_of(end, line):
+    """The probe of an activated queue pair; the end's last one where no line names it."""
+    return next((probe for probe in reversed(end["said"]["probes"]) if probe["qpn"] == line["local"]), end["said"]["probed"])
 
 
 def _connection(plan, head_name, name, ranks, sharing):
@@ -133,8 +166,8 @@ def _connection(plan, head_name, name, ranks, sharing):
     current = spoken(session(worker["after"]["lines"].get("worker", [])))
     all_head = spoken(head["after"]["lines"].get("head", []))
     ends = [
-        _end(head_name, "head", head["before"], head["after"], near["pid"], all_head),
-        _end(name, "worker", worker["before"], worker["after"], far["pid"], current),
+        _end(head_name, "head", head, near["pid"], all_head),
+        _end(name, "worker", worker, far["pid"], current),
     ]
     found["tcp_bytes"] = _tcp_bytes(head["before"], near)
     quiet = found["tcp_bytes"] <= TCP_QUIET_BYTES
@@ -145,7 +178,8 @@ def _connection(plan, head_name, name, ranks, sharing):
         cause, reason = rdma_causes.why_tcp(plan, *ends)
         return {**found, "result": "TCP", "cause": cause, "reason": reason}
     theirs, mine = pair
-    devices = [(end["said"]["probed"] or {}).get("device") or end["after"]["resolved"]["device"] for end in ends]
+    probes = [_probe_of(end, line) or {} for end, line in zip(ends, pair, strict=True)]
+    devices = [probe.get("device") or end["after"]["resolved"]["device"] for end, probe in zip(ends, probes, strict=True)]
     moved = [moved_bytes(end["before"], end["after"], device, line["mtu"]) for end, device, line in zip(ends, devices, pair, strict=True)]
     found |= {
         "qp": f"{theirs['local']}->{theirs['remote']}",
@@ -154,8 +188,9 @@ def _connection(plan, head_name, name, ranks, sharing):
         "devices": devices,
         "rdma_bytes": moved,
         "message_bytes": message_bytes(head["before"], head["after"], devices[0], theirs["mtu"]),
-        "problems": rdma_causes.unlike_the_build(plan, ends, pair),
+        "problems": rdma_causes.unlike_the_build(plan, ends, pair) + rdma_causes.unlike_the_pins(ends, probes),
     }
+    found["problems"] += _oversized(plan, ends[0], devices[0], theirs["mtu"])
     least = max(plan.get("workload_bytes") or 0, LEAST_MOVED_BYTES)
     if not quiet:
         return {**found, "reason": f"both ends logged an activation, but {found['tcp_bytes']} bytes went over TCP"}
@@ -167,9 +202,29 @@ def _connection(plan, head_name, name, ranks, sharing):
     return {**found, "result": "RDMA", "reason": "both ends activated it, their ports moved the bytes and TCP did not"}
 
 
+def _oversized(plan, end, device, mtu):
+    """The head's messages where they are surely larger than a chunk of the build: another build, or another user of the device."""
+    size = least_message_bytes(end["before"], end["after"], device, mtu)
+    if size is None or size <= plan["chunk_bytes"]:
+        return []
+    return [
+        f"{device} of {end['rank']} sent messages of at least {size} bytes, the build's chunk is {plan['chunk_bytes']}: "
+        "another build runs, or something else uses the device"
+    ]
+
+
 def breaks(lines):
     """What log lines say of transfers that broke, each once."""
     return list(dict.fromkeys(hit[0].strip() for line in lines if (hit := _BREAKS.search(line))))
+
+
+def _port_events(device, then, port):
+    """Counters of one port that say that something broke, and losses beyond what a busy link has."""
+    now, past = ({**one["counters"], **one["hw_counters"]} for one in (port, then))
+    grown = {key: now[key] - past[key] for key in now if key in past and now[key] > past[key]}
+    found = [f"{key} of {device} grew by {grown[key]}" for key in _ERROR_COUNTERS if key in grown]
+    allowed = LOSSES_ALLOWED + grown.get("port_rcv_packets", 0) // PACKETS_A_LOSS
+    return found + [f"{key} of {device} grew by {grown[key]}, allowed are {allowed}" for key in _LOSS_COUNTERS if grown.get(key, 0) > allowed]
 
 
 def events(ranks):
@@ -186,14 +241,14 @@ def events(ranks):
                 continue
             for number, port in sorted(one["ports"].items()):
                 then = (before.get("devices") or {}).get(device, {}).get("ports", {}).get(number, {"counters": {}, "hw_counters": {}})
-                now = {**port["counters"], **port["hw_counters"]}
-                past = {**then["counters"], **then["hw_counters"]}
-                grown = {key: now[key] - past[key] for key in _ERROR_COUNTERS if key in now and key in past and now[key] > past[key]}
-                found += [f"{name}: {key} of {device} grew by {size}" for key, size in grown.items()]
+                found += [f"{name}: {text}" for text in _port_events(device, then, port)]
         netdev = after.get("interface") or ""
         changes = [(link.get("netdevs") or {}).get(netdev, {}).get("carrier_changes") for link in (before, after)]
         if None not in changes and changes[1] > changes[0]:
             found.append(f"{name}: the link of {netdev} changed its state {changes[1] - changes[0]} times")
+        broken = [(link.get("netdevs") or {}).get(netdev, {}).get("rx_crc_errors") for link in (before, after)]
+        if None not in broken and broken[1] > broken[0]:
+            found.append(f"{name}: rx_crc_errors of {netdev} grew by {broken[1] - broken[0]}")
     return found
 
 
@@ -209,8 +264,8 @@ def prove(plan, ranks):
     """The transport of every connection between two readings of all ranks.
 
     plan: {require (rdma, tcp), chunk_bytes, rx_depth, workload_bytes (at least, per connection; 0 where it is not known)}.
-    ranks: {name: {is_head, listen (the worker's endpoint, or None), before, after (links as rdma_link reads them)}}. Before the start of an arm,
-    and once more while it runs, for its start; both while it runs for a block.
+    ranks: {name: {is_head, listen (the worker's endpoint, or None), pin ({device, gid} of the inventory), before, after (links of rdma_link)}}.
+    Before the start of an arm, and once more while it runs, for its start; both while it runs for a block.
     Returns {require, transport (RDMA, TCP, mixed, unknown, none), connections, events, problems}: problems are what makes the run not count.
     """
     head_name = next((name for name, rank in ranks.items() if rank["is_head"]), None)

@@ -192,6 +192,17 @@ def candidates(root):
     return found
 
 
+def nccl_found(root, installed):
+    """{slug: whether the configure step of its build found NCCL}, by the releases' own manifests; without those that do not say."""
+    said = {}
+    for build in {build for build in installed.values() if build}:
+        manifest = host.read_json(os.path.join(root, "releases", build, "manifest.json"))
+        nccl = manifest.get("nccl") if isinstance(manifest, dict) else None
+        if isinstance(nccl, dict) and isinstance(nccl.get("found"), bool):
+            said[build] = nccl["found"]
+    return {slug: said[build] for slug, build in installed.items() if build in said}
+
+
 def window_state(root):
     """The maintenance window with ``left_s``, the seconds until its end by this rank's clock; None when it is closed."""
     window = read_window(root)
@@ -231,6 +242,7 @@ def main():
     exposed = host.exposures([name for name in shown if name.endswith(".service")])
     units = {name: unit_state(value, root, module.params["variables"], exposed.get(name)) for name, value in shown.items()}
     releases = os.path.join(root, "releases")
+    installed = candidates(root)
     interfaces = addresses()
     routed = {route["dev"] for route in ip_json("route", "show", "default") if route.get("dev")}
     state = {
@@ -244,7 +256,8 @@ def main():
         "units": units,
         "listeners": [dict(item, unit=host.unit_of(item["pid"])) for item in host.listeners()],
         "releases": sorted(name for name in os.listdir(releases) if name[0] != ".") if os.path.isdir(releases) else [],
-        "candidates": candidates(root),
+        "candidates": installed,
+        "nccl": nccl_found(root, installed),
         "production": production,
         "tools": {name: shutil.which(name) for name in module.params["tools"]},
         "paths": {path: path_state(path) for path in module.params["paths"]},

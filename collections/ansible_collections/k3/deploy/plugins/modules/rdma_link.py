@@ -44,6 +44,10 @@ options:
     description: Log files whose lines about the transport are returned, by name (C(worker), C(head)).
     type: dict
     default: {}
+  units:
+    description: Units whose limit of locked memory is reported as systemd will set it, by name (C(worker), C(head)).
+    type: dict
+    default: {}
   tools:
     description: Programs whose presence and path are reported.
     type: list
@@ -85,7 +89,7 @@ link:
     - C(resolved) is {device, port, gid, type, netdev, mtu, rdma_mtu, state, sharing, why, problems}; C(devices) {name, {pci, ports}}; C(netdevs)
       {name, {mtu, carrier_changes, ...}}; C(verbs) {nodes, accessible}; C(connections) [{pid, local, peer, sent, received}]; C(processes)
       [{pid, memlock_bytes, environment, knows_rdma, ring}]; C(qps) [{device, qpn, remote, state, pid}] or null; C(lines) {log, lines}; C(tools);
-      C(build_id).
+      C(units) {name, {memlock_bytes, drop_ins}}; C(build_id).
   type: dict
   returned: always
 """
@@ -126,6 +130,7 @@ def main():
             "user": {"type": "str", "default": ""},
             "endpoints": {"type": "list", "elements": "str", "default": []},
             "logs": {"type": "dict", "default": {}},
+            "units": {"type": "dict", "default": {}},
             "tools": {"type": "list", "elements": "str", "default": []},
             "release": {"type": "path"},
             "sysfs": {"type": "path", "default": "/sys"},
@@ -138,6 +143,7 @@ def main():
     except ValueError as error:
         module.fail_json(msg=f"address {given['address']}: {error}")
     link["tools"] = {name: shutil.which(name) for name in given["tools"]}
+    link["units"] = rdma_link.unit_limits(given["units"])
     link["build_id"] = os.path.basename(os.path.realpath(given["release"])) if given["release"] and os.path.exists(given["release"]) else None
     changed = False
     if given["environment_file"]:
