@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from k3deploy import memory_use, yamlfile
 from k3deploy.errors import InputError, Problem
-from k3deploy.facts.logs import COUNTS, parse_head_log, parse_worker_log
+from k3deploy.facts.logs import COUNTS, markers_said, parse_head_log, parse_worker_log
 from k3deploy.facts.schema import (
     Allocation,
     Block,
@@ -112,15 +113,16 @@ class _Plan(Record):
 def _with_observations(run_dir: Path, block: Block) -> Block:
     """Add what the block's logs say; what the record itself says wins, and the prefix probe settles cache reuse."""
     merged = Observations()
+    markers: dict[str, Counter[str]] = {}
     for rank, record in sorted(block.ranks.items()):
         for kind, name in sorted(record.logs.items()):
             text = _read_log(run_dir, name)
             if text is None:
                 continue
-            if kind == "head":
-                merged = _merge(merged, parse_head_log(text))
-            else:
-                merged = _merge(merged, parse_worker_log(text, rank))
+            found = parse_head_log(text) if kind == "head" else parse_worker_log(text, rank)
+            if said := markers_said(found):
+                markers.setdefault(rank, Counter()).update(said)
+            merged = _merge(merged, found)
     probed = _prefix_reuse(block)
     if merged.cache_reuse_disabled is not None:
         probed.pop("cache_reuse_disabled", None)
@@ -130,6 +132,7 @@ def _with_observations(run_dir: Path, block: Block) -> Block:
         "slowest_rank_excess": _slowest_rank_excess(merged.rank_forward_ms),
         "rpc_p99": max(merged.rank_rpc_p99_ms.values(), default=None),
         "worker_link_idle": max(merged.rank_idle_share.values(), default=None),
+        "rank_markers": {rank: dict(counts) for rank, counts in markers.items()},
         **_proven(block.transport, merged.rpc_errors),
     }
     return block.model_copy(update={"observations": merged.model_copy(update={**timed, **probed, **known})})

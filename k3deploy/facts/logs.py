@@ -11,11 +11,12 @@ from typing import Any
 from k3deploy.facts.schema import Fatal, MemoryBreakdown, Observations
 from k3deploy.log_lines import FATAL, MARKERS, PATTERNS, has, lost
 
+MARKED = ("active", "fallback")
 # Observations that are added up over the logs of a block; others are the same in each, or belong to one.
 COUNTS = {
     "rdma_connections",
     "rpc_errors",
-    *(f"{marker}_{what}" for marker in MARKERS for what in ("active", "fallback")),
+    *(f"{marker}_{what}" for marker in MARKERS for what in MARKED),
 }
 _ENDPOINT = re.compile(r"[\[(]([^\[\]()\s]+:\d{1,5})[\])]")
 _FATAL_LIMIT = 20  # a crashing server can repeat itself; the first lines tell the story
@@ -61,7 +62,8 @@ def parse_head_log(text: str) -> Observations:
         for pattern in (PATTERNS["breakdown_device"], PATTERNS["breakdown_other"])
         for match in pattern.finditer(text)
     }
-    return Observations(**values, **_transport(text), fatal=_fatal(text), truncated=lost(text))
+    # A head whose own device holds layers runs kernels like a worker's.
+    return Observations(**values, **_transport(text), **_markers(text), fatal=_fatal(text), truncated=lost(text))
 
 
 def parse_worker_log(text: str, rank: str = "") -> Observations:
@@ -112,11 +114,17 @@ def _while_serving(text: str) -> str:
     return text[: end.start()] if end else text
 
 
+def markers_said(observed: Observations) -> dict[str, int]:
+    """The markers of one log that stand in it at least once."""
+    counts = ((f"{name}_{what}", getattr(observed, f"{name}_{what}")) for name in MARKERS for what in MARKED)
+    return {name: count for name, count in counts if count}
+
+
 def _markers(text: str) -> dict[str, int]:
     """How often each kernel said that it runs, and that it does not."""
     found = {name: PATTERNS[name].findall(text) for name in MARKERS}
     return {
-        f"{name}_{what.lower()}": words.count(what) for name, words in found.items() for what in ("ACTIVE", "FALLBACK")
+        f"{name}_{what.lower()}": words.count(what) for name, words in found.items() for what in map(str.upper, MARKED)
     }
 
 

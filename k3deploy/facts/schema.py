@@ -289,6 +289,9 @@ class Observations(Record):
     worker_link_idle: float | None = None
     slowest_rank_excess: float | None = None
     fatal: list[Fatal] = Field(default_factory=list)
+    rank_markers: dict[str, dict[str, int]] = Field(
+        default_factory=dict, description="the markers of each rank that said any, head and worker together"
+    )
     truncated: list[str] = Field(default_factory=list)
 
 

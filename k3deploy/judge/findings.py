@@ -13,6 +13,7 @@ from k3deploy.judge.planned import PlanView
 from k3deploy.judge.profile import profile_findings
 from k3deploy.judge.transport import transport_findings
 from k3deploy.judge.verdict import Seen
+from k3deploy.log_lines import MARKERS
 
 _COLD_SHARE = 0.5  # of the model's file in the page cache; below it most of a load comes from disk
 
@@ -31,7 +32,7 @@ def arm_findings(evidence: Evidence) -> list[Seen]:
     elif compared:
         text = f"greedy output is identical to the baseline's in all {compared} texts of the cells"
         found.append(Seen(source="measured", text=text))
-    found += _truncated_findings(evidence.both)
+    found += _truncated_findings(evidence.both) + _fallback_findings(evidence.both)
     found += memory_findings(evidence) + profile_findings(evidence)
     return found + transport_findings(evidence.both) + health_findings(evidence.both)
 
@@ -47,6 +48,17 @@ def _pipeline_findings(evidence: Evidence) -> list[Seen]:
         else "the head does not pipeline microbatches over the ranks, the baseline does"
     )
     return [Seen(source="measured", text=text, contradicts=not own[-1])]
+
+
+def _fallback_findings(blocks: Sequence[Block]) -> list[Seen]:
+    """Kernels that were switched on and never ran on a rank: what was measured there is the existing ones."""
+    where: dict[str, set[str]] = {}
+    for block in blocks:
+        for rank, said in block.observations.rank_markers.items():
+            for kernel in MARKERS:
+                if said.get(f"{kernel}_fallback") and not said.get(f"{kernel}_active"):
+                    where.setdefault(f"{kernel} is switched on and always fell back on {rank}", set()).add(block.arm)
+    return [Seen(source="measured", text=f"{text} ({', '.join(sorted(arms))})") for text, arms in where.items()]
 
 
 def _truncated_findings(blocks: Sequence[Block]) -> list[Seen]:

@@ -16,7 +16,9 @@ from k3deploy.judge.health import health_problems
 from k3deploy.judge.planned import PlannedArm, PlannedProcess, PlanView
 from k3deploy.judge.transport import transport_problems
 from k3deploy.judge.verdict import Check
+from k3deploy.log_lines import MARKERS
 
+_ACTIVE_MARKERS = {f"{name}_active" for name in MARKERS}
 BlockCheck = Callable[[PlanView, PlannedArm, Block], Sequence[str]]
 ADJACENT_S = 1800.0  # so far apart may two blocks of a pair lie, beside the blocks that the plan puts between them
 
@@ -237,6 +239,26 @@ def _transport_differences(evidence: Evidence) -> list[str]:
     return ["the blocks had different transports: " + "; ".join(f"{of} in {', '.join(b)}" for of, b in found.items())]
 
 
+def _kernel_problems(plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
+    """Where a row claims a kernel (a gate on its marker), every rank that holds layers says that it ran."""
+    claims = {str(gate.observation) for gate in plan.gates_of(arm).values()} & _ACTIVE_MARKERS
+    if arm.name == plan.arms[0].name or block.bench is None:
+        return []
+    observed, lead = block.observations, f"block {block.index} ({block.arm})"
+    holders = {rank for rank, found in block.allocation.items() if found.allocated_mib.get("model")}
+    problems = []
+    for active in sorted(claims - set(observed.truncated)):
+        kernel = active.removesuffix("_active")
+        for rank in sorted(holders | observed.rank_markers.keys()):
+            said = observed.rank_markers.get(rank, {})
+            fallen = said.get(f"{kernel}_fallback", 0)
+            if said.get(active) or not (fallen or rank in holders):
+                continue
+            how = f"fell back {fallen} times and never ran" if fallen else "never ran, and its log does not say why"
+            problems.append(f"{lead}: {kernel} {how} on {rank}")
+    return problems
+
+
 def _memory_problems(_plan: PlanView, arm: PlannedArm, block: Block) -> list[str]:
     problems = []
     for rank in sorted(arm.processes):
@@ -279,6 +301,7 @@ BLOCK_CHECKS: Mapping[str, BlockCheck] = {
     "samples": _sample_problems,
     "as planned": _process_problems,
     "build": _build_problems,
+    "kernel": _kernel_problems,
     "memory known": _memory_problems,
     "floor": _floor_problems,
     "transport": transport_problems,

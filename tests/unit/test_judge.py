@@ -557,6 +557,33 @@ def test_an_arm_whose_text_changes_with_every_start_is_rejected_unless_the_basel
     assert "same_after_restart" not in {gate.name for gate in arm_of(facts).gates}
 
 
+CLAIM = {"kernel_ran": {"observation": "kda_chunked_active", "require": "at_least", "limit": 1}}
+
+
+def claimed(markers: dict[str, dict[str, int]], **observed: Any) -> ArmVerdict:
+    """The verdict on an arm that claims a kernel, of which its ranks said this."""
+    facts, plan = facts_of(5, 1.05), plan_of()
+    plan["gates"] |= CLAIM
+    for block in facts["blocks"]:
+        active = sum(said.get("kda_chunked_active", 0) for said in markers.values())
+        block["observations"] |= {"rank_markers": markers, "kda_chunked_active": active, **observed}
+        block["allocation"] = {
+            rank: {"foreseen_mib": {}, "allocated_mib": {"model": size}} for rank, size in (("rank0", 90), ("rank1", 0))
+        }
+    return arm_of(facts, plan)
+
+
+def test_a_claimed_kernel_ran_on_every_rank_that_holds_layers_or_the_block_does_not_count() -> None:
+    ran, fell = {"kda_chunked_active": 1}, {"kda_chunked_fallback": 3}
+    assert claimed({"rank0": ran}).outcome == "ACCEPT"  # rank1 holds none
+    assert claimed({"rank0": ran, "rank1": {**ran, **fell}}).outcome == "ACCEPT"
+    arm = claimed({"rank0": ran, "rank1": fell})
+    assert arm.outcome == "INVALID" and "kda_chunked fell back 3 times and never ran on rank1" in arm.reasons[0]
+    assert any("always fell back on rank1" in seen.text for seen in arm.findings)
+    assert "never ran, and its log does not say why on rank0" in claimed({"rank1": ran}).reasons[0]
+    assert claimed({}, truncated=["kda_chunked_active"]).outcome == "INCONCLUSIVE"
+
+
 def test_chunks_that_the_server_evaluated_anew_prove_no_continuation() -> None:
     facts = facts_of(5, 1.05)
     for block in facts["blocks"]:
