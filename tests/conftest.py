@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("crowded")
 # What fails in a second fails first. With several processes each takes the longest group that is left.
 ORDER = ("lint", "unit", "molecule", "rdma", "e2e", "bench", "faults")
 ORDER_OF_SEVERAL = ("e2e", "bench", "faults", "molecule", "rdma", "lint", "unit")
+LONG = {"test_patches_upstream"}
 # Tests of these folders share a lab, or a machine, and what was applied to it.
 GROUPS = {"e2e": "e2e", "bench": "e2e", "faults": "faults", "molecule": "molecule", "rdma": "rdma"}
 
@@ -45,9 +46,10 @@ def folder_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = ORDER_OF_SEVERAL if "PYTEST_XDIST_WORKER" in os.environ else ORDER
 
-    def rank(item: pytest.Item) -> int:
+    def rank(item: pytest.Item) -> tuple[int, bool]:
         folder = folder_of(item.nodeid)
-        return order.index(folder) if folder in order else len(order)
+        # A long file that is begun last is waited for by processes that have nothing left.
+        return order.index(folder) if folder in order else len(order), item.path.stem not in LONG
 
     items.sort(key=rank)
 
