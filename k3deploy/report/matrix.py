@@ -75,4 +75,4 @@ def _cost(facts: Facts, arm: str) -> str:
         for block in facts.of(arm)
         if block.ended
     ]
-    return f"{duration(sum(took))}, {len(took)} starts" if took else words.MISSING
+    return f"{duration(sum(took))}, {len(took)} start{'s' if len(took) > 1 else ''}" if took else words.MISSING
