@@ -14,11 +14,6 @@ Apply = Callable[[str], Applied]
 ROWS = ("U3@16", "U7", "U9")
 
 
-# U2 and U6 come to their verdicts after an interruption: test_recovery.py.
-def test_a_row_comes_to_a_verdict_from_all_its_cells_and_leaves_production_alone(applied: Apply) -> None:
-    applied("next").assert_complete()
-
-
 @pytest.fixture(scope="module")
 def campaign(thrifty: Controller) -> Applied:
     """Three rows in one window, stopped by Ctrl-C in its second block, and resumed."""
@@ -62,3 +57,9 @@ def test_u7_is_rejected_because_cache_reuse_changes_the_text_of_a_recurrent_mode
     assert probes["U7"]["cache_n"] > 0 and probes["U7"]["identical"] is False
     words = f"reused {probes['U7']['cache_n']} tokens with the state of what was dropped (the baseline: 0)"
     assert words in arm["reasons"][0] and words in " ".join(run.said.split())  # the terminal wraps lines
+
+
+# U2 and U6 come to their verdicts after an interruption: test_recovery.py. `next` comes last: test_check.py looks at the
+# ranks as it leaves them.
+def test_a_row_comes_to_a_verdict_from_all_its_cells_and_leaves_production_alone(applied: Apply) -> None:
+    applied("next").assert_complete()
