@@ -59,7 +59,7 @@ def test_u7_is_rejected_because_cache_reuse_changes_the_text_of_a_recurrent_mode
     assert words in arm["reasons"][0] and words in " ".join(run.said.split())  # the terminal wraps lines
 
 
-# U2 and U6 come to their verdicts after an interruption: test_recovery.py. `next` comes last, because test_check.py looks
-# at the ranks as it leaves them.
+# U2 and U6 come to their verdicts after an interruption: test_recovery.py.
+# `next` comes last, because test_check.py looks at the ranks as it leaves them.
 def test_a_row_comes_to_a_verdict_from_all_its_cells_and_leaves_production_alone(applied: Apply) -> None:
     applied("next").assert_complete()
