@@ -22,6 +22,18 @@ from k3deploy.lab.config import lab_config
 from k3deploy.lab.source import LLAMA_CPP, ensure_source
 
 NAMES = patches.list_names()
+
+
+def needed(program: str, *files: Path) -> str:
+    """The path of a program. Where it or a file is missing the test is skipped and says so: CUDA and the headers of
+    libibverbs are no part of what `make test` installs, and a set's files are compiled wherever they are there."""
+    found = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    missing = [str(path) for path in files if not path.is_file()] + ([] if found else [program])
+    if missing or found is None:
+        pytest.skip(f"needs {' and '.join(missing)}")
+    return found
+
+
 HEADERS = (
     r"ggml/include/[^/]+\.h|ggml/src/[^/]+\.h|ggml/src/ggml-rpc/[^/]+\.h|ggml/src/ggml-cuda/(vendors/)?[^/]+\.(cuh|h)"
 )
@@ -92,9 +104,7 @@ def _lines_for(one: patches.PatchSet, path: str, shortest: int = 21) -> list[str
 
 @pytest.mark.source
 def test_the_transports_object_is_the_same_byte_for_byte_at_the_default_sizes(copy: Callable[[str], Path]) -> None:
-    compiler = shutil.which("c++")
-    if compiler is None or not Path("/usr/include/infiniband/verbs.h").is_file():
-        pytest.skip("needs a C++ compiler and libibverbs' headers")
+    compiler = needed("c++", Path("/usr/include/infiniband/verbs.h"))
     sizes = ["-DGGML_RPC_RDMA_CHUNK=262144", "-DGGML_RPC_RDMA_RX_DEPTH=24"]
 
     def compiled(tree: Path, *options: str) -> bytes:
@@ -125,9 +135,7 @@ def test_the_transports_object_is_the_same_byte_for_byte_at_the_default_sizes(co
 def test_what_a_set_changes_for_the_cpu_compiles(
     name: str, source: str, options: list[str], copy: Callable[[str], Path]
 ) -> None:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
+    compiler = needed("c++")
     tree = copy("tree")
     patches.apply(patches.select([name]), tree)
     argv = [compiler, "-fsyntax-only", "-std=gnu++17", "-Iggml/include", "-Iggml/src", *options, source]
@@ -172,9 +180,7 @@ extern "C" const char * cublasGetStatusString(cublasStatus_t);
 def test_the_cuda_kernels_compile_and_keep_their_values_in_registers(
     name: str, source: str, variants: int, spilled: int, architecture: str, copy: Callable[[str], Path]
 ) -> None:
-    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
-    if compiler is None:
-        pytest.skip("needs nvcc")
+    compiler = needed("nvcc")
     tree = copy("tree")
     patches.apply(patches.select([name]), tree)
     (tree / "cublas").mkdir()
@@ -191,9 +197,7 @@ def test_the_cuda_kernels_compile_and_keep_their_values_in_registers(
 
 def _nvcc_argv(architecture: str, source: str, *options: str) -> list[str]:
     """As the build compiles for one architecture, from inside a tree; skips the test where the compiler is not."""
-    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
-    if compiler is None:
-        pytest.skip("needs nvcc")
+    compiler = needed("nvcc")
     target = f"arch=compute_{architecture},code=sm_{architecture}"
     argv = [compiler, "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-gencode", target, *options]
     return [*argv, "-Icublas", "-Iggml/include", "-Iggml/src", "-c", "-o", "x.o", f"ggml/src/ggml-cuda/{source}"]
@@ -232,9 +236,7 @@ def test_the_tiles_of_256_rows_spill_nothing_and_are_for_one_architecture(
 def test_the_tiles_of_256_rows_leave_the_other_kernels_object_code_alone(
     quantizer: str, copy: Callable[[str], Path]
 ) -> None:
-    objcopy = shutil.which("objcopy")
-    if objcopy is None:
-        pytest.skip("needs objcopy")
+    objcopy = needed("objcopy")
     header = "ggml/src/ggml-cuda/mmq.cuh"
     stock, changed = _with_cublas(copy("stock")), _with_cublas(copy("changed"))
     patches.apply(patches.select(["u10-iq1s-rows256"]), changed)
@@ -286,9 +288,7 @@ template <int D, bool state_in, bool state_out, bool fp32, bool varlen, typename
 
 @pytest.mark.source
 def test_the_flashkda_adapter_compiles_and_holds_its_markers(copy: Callable[[str], Path]) -> None:
-    compiler = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
-    if compiler is None:
-        pytest.skip("needs nvcc")
+    compiler = needed("nvcc")
     tree = copy("tree")
     patches.apply(patches.select(["flashkda-bridge"]), tree)
     (tree / "given").mkdir()
@@ -312,9 +312,7 @@ def test_the_flashkda_adapter_compiles_and_holds_its_markers(copy: Callable[[str
 def test_a_flashkda_build_that_cannot_be_is_refused_by_cmake(
     tmp_path: Path, settings: dict[str, str], said: str
 ) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("needs cmake")
+    cmake = needed("cmake")
     (one,) = patches.select(["flashkda-bridge"])
     script = tmp_path / "flashkda-k3.cmake"
     script.write_text(
