@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_judge import ARM, BASELINE, block_of, facts_of, plan_of
+from judgekit import ARM, BASELINE, block_of, facts_of, plan_of
 from test_plan import MATRIX, cluster, facts, plan
 
 from k3deploy import calibration, stats

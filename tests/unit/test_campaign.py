@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_judge import ARM, BASELINE, facts_of, plan_of
+from judgekit import ARM, BASELINE, facts_of, plan_of
 from test_plan import MATRIX, cluster, plan
 
 from k3deploy.cli import run as command

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_judge import ARM, BASELINE, facts_of, plan_of
+from judgekit import ARM, BASELINE, facts_of, plan_of
 
 from k3deploy.facts import Facts
 from k3deploy.judge import judge

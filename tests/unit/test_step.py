@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_judge import ARM, BASELINE, PLAN, RUN, block_of, facts_of, plan_of, spoil_samples
+from judgekit import ARM, BASELINE, PLAN, RUN, block_of, facts_of, plan_of, spoil_samples
 
 from k3deploy.commands.advise import advise, main, put_aside
 from k3deploy.facts import Facts, assemble

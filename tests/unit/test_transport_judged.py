@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ansible_collections.k3.deploy.plugins.filter import transport
 from ansible_collections.k3.deploy.plugins.module_utils import rdma_link
-from test_judge import arm_of, facts_of, plan_of
+from judgekit import arm_of, facts_of, plan_of
 from test_rdma_proof import MIB, PLAN, cluster
 
 from k3deploy.commands.status import fabric_lines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_judge import ARM, facts_of, plan_of
+from judgekit import ARM, facts_of, plan_of
 from test_plan import cluster, plan
 
 from k3deploy import verification
